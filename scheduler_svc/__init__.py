@@ -1,0 +1,1 @@
+"""Control plane: decides every step of every worker. The pure part is `core`."""

@@ -1,0 +1,1 @@
+"""Redis, gRPC and clock behind the ports."""

@@ -1,0 +1,43 @@
+"""Configuration of the core, validated once."""
+
+from dataclasses import dataclass
+
+POLICIES = ("fcfs", "static")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreConfig:
+    """Knobs of the scheduler core.
+
+    max_num_seqs and max_num_batched_tokens cap what workers offer; 0 leaves the worker's number.
+    prefill_chunk_tokens caps one request's share of a step; 0 leaves only the budget.
+    watermark is the share of blocks an admission must leave free. max_skips bounds how often a
+    waiting request that does not fit may be passed over by later ones. max_step_failures is how
+    many steps in a row may fail before their worker is given up.
+    """
+
+    scheduling_policy: str = "fcfs"
+    static_batch_size: int = 8
+    enable_prefix_caching: bool = True
+    max_inflight_steps: int = 2
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    prefill_chunk_tokens: int = 0
+    watermark: float = 0.01
+    max_skips: int = 16
+    worker_wait_ns: int = 30_000_000_000
+    max_step_failures: int = 3
+    max_attempts: int = 32
+    hash_key: bytes = b"quire"
+
+    def validate(self) -> None:
+        """Raises ValueError naming the first bad field."""
+        if self.scheduling_policy not in POLICIES:
+            raise ValueError(f"scheduling_policy must be one of {POLICIES}")
+        if not 1 <= self.max_inflight_steps <= 8:
+            raise ValueError("max_inflight_steps must be from 1 to 8")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError("watermark must be in [0, 1)")
+        for name in ("static_batch_size", "max_skips", "max_step_failures", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")

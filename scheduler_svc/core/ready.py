@@ -1,0 +1,130 @@
+"""What the core wants done."""
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.types import BlockId, FinishReason, RequestId, SamplingSpec, Slot, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    """Brings a request into a slot; see quire.v1.Admit."""
+
+    slot: Slot
+    generation: int
+    request_id: RequestId
+    attempt: int
+    reply_to: bytes
+    token_ids: tuple[int, ...]
+    prompt_len: int
+    emit_from: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    block_ids: tuple[BlockId, ...]
+    sampling: SamplingSpec
+    traceparent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step of one worker as differences from its last one; see quire.v1.StepPlan.
+
+    `changed` holds (slot, num_tokens), `growth` (slot, block). num_scheduled_tokens and num_rows
+    describe the whole step, for metrics.
+    """
+
+    worker_id: WorkerId
+    epoch: int
+    step: int
+    based_on_step: int
+    reset: bool
+    releases: tuple[Slot, ...]
+    admits: tuple[Admit, ...]
+    changed: tuple[tuple[Slot, int], ...]
+    growth: tuple[tuple[Slot, BlockId], ...]
+    digest: int
+    num_scheduled_tokens: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """A request has ended: acknowledge and delete its entry.
+
+    With `notify` the gateway has not been told by a worker and the same script adds a notice.
+    """
+
+    request_id: RequestId
+    entry_id: str
+    attempt: int
+    gateway_id: str
+    reason: FinishReason
+    notify: bool
+    message: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    arrived_ns: int
+    first_scheduled_ns: int | None
+    first_token_ns: int | None
+    finished_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Everything to do after a round of events, in this order:
+
+    1. send `plans`, in order, to their workers (a GPU may be waiting);
+    2. write `finishes` in one batched script;
+    3. close the sessions of `given_up` workers and forget them until they join anew;
+    4. feed a Tick at `wake_at_ns`, or before, if it is not None.
+    """
+
+    plans: tuple[StepPlan, ...] = ()
+    finishes: tuple[Finish, ...] = ()
+    given_up: tuple[WorkerId, ...] = ()
+    wake_at_ns: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class CoreStats:
+    """Counters since the start; only the core writes them."""
+
+    num_preemptions: int = 0
+    num_recovered: int = 0
+    num_superseded: int = 0
+    num_stale_arrivals: int = 0
+    num_stale_results: int = 0
+    num_stale_tokens: int = 0
+    num_wasted_rows: int = 0
+    num_failed_steps: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_chunked_prefills: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker, for Snapshot and metrics."""
+
+    worker_id: WorkerId
+    num_running: int
+    num_blocks_used: int
+    num_blocks: int
+    num_steps_in_flight: int
+    last_step: int
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreView:
+    """The core between two events."""
+
+    epoch: int
+    num_waiting: int
+    num_running: int
+    backlog_tokens: int
+    workers: tuple[WorkerView, ...]

@@ -1,0 +1,63 @@
+"""Ids and small values of the core."""
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+RequestId = NewType("RequestId", bytes)
+WorkerId = NewType("WorkerId", str)
+BlockId = NewType("BlockId", int)
+BlockHash = NewType("BlockHash", bytes)
+Slot = NewType("Slot", int)
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; values equal those of quire.v1.FinishReason."""
+
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    ERROR = 4
+    REJECTED = 5
+    DEADLINE = 6
+    UNAVAILABLE = 7
+
+
+class FaultScope(enum.IntEnum):
+    """How far an error reaches; values equal those of quire.v1.Fault.Scope."""
+
+    REQUEST = 1
+    STEP = 2
+    WORKER = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSpec:
+    """How tokens are chosen. The core reads max_tokens only; the rest goes to the worker."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCapacity:
+    """What a worker can hold, from its Hello. `num_blocks` counts device blocks of group 0."""
+
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostProfile:
+    """Time of a step: step_us + tokens * token_us."""
+
+    step_us: float = 0.0
+    token_us: float = 0.0

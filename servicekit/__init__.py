@@ -1,0 +1,1 @@
+"""Plumbing that all services share. No request, token or block type; at most 500 lines."""

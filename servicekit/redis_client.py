@@ -1,0 +1,80 @@
+"""Redis connections and the registries of workers and gateways."""
+
+from typing import cast
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from servicekit import redis_keys
+
+REGISTRY_TTL_MS = 5_000
+BLOCK_MS = 2_000
+
+_ANNOUNCE = """
+local now = redis.call('TIME')
+local ms = now[1] * 1000 + math.floor(now[2] / 1000)
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+redis.call('ZADD', KEYS[2], ms + ARGV[3], ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', ms - 60000)
+redis.call('PEXPIRE', KEYS[2], 600000)
+return 1
+"""
+
+
+def connect(url: str, *, blocking: bool = False) -> Redis:
+    """A client that answers bytes and fails fast.
+
+    `blocking` gives one for reads with BLOCK (at most BLOCK_MS), whose socket must wait longer. A
+    cancelled call drops its connection, so a late reply can't reach another caller.
+    """
+    return Redis.from_url(
+        url,
+        socket_timeout=BLOCK_MS / 1000 + 3 if blocking else 2.0,
+        socket_connect_timeout=2.0,
+        retry=Retry(NoBackoff(), 0),
+        max_connections=64,
+    )
+
+
+async def require_noeviction(redis: Redis) -> None:
+    """Raises RuntimeError if the server may drop keys under memory pressure."""
+    policy = (await redis.config_get("maxmemory-policy")).get("maxmemory-policy", "noeviction")
+    if policy not in ("noeviction", b"noeviction"):
+        raise RuntimeError(f"Redis maxmemory-policy is {policy!r}; Quire needs noeviction")
+
+
+async def announce(
+    redis: Redis, model: str, kind: str, member_id: str, record: bytes
+) -> None:
+    """Sets or renews a registry member for REGISTRY_TTL_MS. Call every second."""
+    await redis.eval(
+        _ANNOUNCE,
+        2,
+        redis_keys.record(model, kind, member_id),
+        redis_keys.registry(model, kind),
+        member_id,
+        record,
+        REGISTRY_TTL_MS,
+    )
+
+
+async def withdraw(redis: Redis, model: str, kind: str, member_id: str) -> None:
+    """Removes a registry member."""
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.delete(redis_keys.record(model, kind, member_id))
+        pipe.zrem(redis_keys.registry(model, kind), member_id)
+        await pipe.execute()
+
+
+async def members(redis: Redis, model: str, kind: str) -> dict[str, bytes]:
+    """Records of the live members by id."""
+    found = cast("list[bytes]", await redis.zrange(redis_keys.registry(model, kind), 0, -1))
+    if not found:
+        return {}
+    ids = [member.decode() for member in found]
+    values = cast(
+        "list[bytes | None]",
+        await redis.mget([redis_keys.record(model, kind, i) for i in ids]),
+    )
+    return {i: value for i, value in zip(ids, values, strict=True) if value is not None}
