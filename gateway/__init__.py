@@ -1,0 +1,1 @@
+"""The door: OpenAI-compatible REST and gRPC in front of the queue. Stateless."""
