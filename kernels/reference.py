@@ -1,0 +1,341 @@
+"""Torch twins of the kernels: same signatures, plain tensor operations, any device.
+
+They are what the Triton kernels are held against, and the worker's `torch` back end. Blocks are
+gathered into contiguous keys and values first; scores and softmax are fp32.
+
+    out[t, h] = sum_j p[j] v[j, h // G],  p = softmax_j(cap(scale * q[t, h] . k[j, h // G]))
+
+over the positions j of the row with pos(t) - window < j <= pos(t), where cap(x) is
+softcap * tanh(x / softcap) or x, and a sink adds exp(sink[h]) to the softmax's sum and no value.
+
+What depends on tables and lengths alone is an AttentionPlan: made once per step and window,
+reused by every layer. Rows with one query token are attended in padded groups of like length
+(padding at most 1 / GROUP_FILL, a group gathers at most MAX_GATHERED_TOKENS unless it is a single
+row), the others one by one. Slots that no row has written are never read into a result, whatever
+they hold.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.checks import check_attention, check_store
+
+GROUP_FILL = 0.6  # the shortest row of a group has at least this share of the longest's blocks
+MAX_GATHERED_TOKENS = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeGroup:
+    """Rows with one query token and about the same length, padded to num_blocks each."""
+
+    tokens: Tensor  # [n] rows of q
+    blocks: Tensor  # [n * num_blocks] blocks to gather, padding repeats a row's first block
+    mask: Tensor | None  # [1, n, 1, num_blocks * block_size] True where attended; None: all
+    unwritten: Tensor | None  # gathered places (row * length + token) past the rows' ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRow:
+    """A row with several query tokens."""
+
+    start: int  # q[start:end]
+    end: int
+    blocks: Tensor  # [num_blocks]
+    num_keys: int  # gathered tokens that count, from the first of `blocks` on
+    mask: Tensor | None  # [end - start, num_keys]; None: plain causal from position 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """Index tensors of one step for layers of one window."""
+
+    window: int
+    block_size: int
+    num_tokens: int  # query tokens; later rows of q are padding and give zeros
+    groups: tuple[DecodeGroup, ...]
+    rows: tuple[PrefillRow, ...]
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Writes k and v [T, Hkv, D] into their slots of the cache; slot -1 is skipped."""
+    check_store(k, v, k_cache, v_cache, slot_mapping)
+    block_size = k_cache.shape[2]
+    stored = slot_mapping >= 0
+    if not bool(stored.all()):
+        k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]
+    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+    offsets = slot_mapping - blocks * block_size
+    k_cache[blocks, :, offsets] = k
+    v_cache[blocks, :, offsets] = v
+
+
+def make_attention_plan(
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    block_size: int,
+    window: int = 0,
+) -> AttentionPlan:
+    """Indices that every layer of this window shares in one step.
+
+    Rows without query tokens, or with seq_len 0, are padding and are left out.
+    """
+    lens: list[int] = seq_lens.tolist()
+    starts: list[int] = query_start_loc.tolist()
+    device = block_tables.device
+    tables = block_tables.cpu().long()
+    decode: list[tuple[int, int, int]] = []  # (number of blocks, row, first block)
+    rows: list[PrefillRow] = []
+    for row, seq_len in enumerate(lens):
+        query_len = starts[row + 1] - starts[row]
+        if query_len <= 0 or seq_len <= 0:
+            continue
+        assert query_len <= seq_len, "a row has more query tokens than tokens"
+        first_key = max(0, seq_len - query_len + 1 - window) if window else 0
+        first_block, end_block = first_key // block_size, -(-seq_len // block_size)
+        assert end_block <= tables.shape[1], "a block table is too short for its row"
+        if query_len == 1:
+            decode.append((end_block - first_block, row, first_block))
+            continue
+        keys_from = first_block * block_size
+        rows.append(
+            PrefillRow(
+                start=starts[row],
+                end=starts[row + 1],
+                blocks=tables[row, first_block:end_block].to(device),
+                num_keys=seq_len - keys_from,
+                mask=_prefill_mask(seq_len - query_len, seq_len, keys_from, window, device),
+            )
+        )
+    groups = tuple(
+        _decode_group(members, tables, lens, starts, block_size, window, device)
+        for members in _split_by_length(decode, block_size)
+    )
+    return AttentionPlan(
+        window=window,
+        block_size=block_size,
+        num_tokens=starts[-1],
+        groups=groups,
+        rows=tuple(rows),
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    max_query_len: int,
+    max_seq_len: int,
+    plan: AttentionPlan | None = None,
+) -> Tensor:
+    """Attention of q [T, Hq, D] over the cache; the rows' own tokens are stored already.
+
+    A plan must come from the same tables and lengths; without one it is made here.
+    """
+    check_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    if plan is None:
+        plan = make_attention_plan(
+            block_tables, seq_lens, query_start_loc, k_cache.shape[2], window
+        )
+    assert plan.window == window, "plan of a layer with another window"
+    assert plan.block_size == k_cache.shape[2], "plan of a cache with another block size"
+    out = torch.zeros_like(q) if plan.num_tokens < q.shape[0] else torch.empty_like(q)
+    if not plan.groups and not plan.rows:
+        return out.zero_()
+    if _covered(plan) < plan.num_tokens:
+        out.zero_()
+    for group in plan.groups:
+        _attend_group(out, q, k_cache, v_cache, group, scale, softcap, sinks)
+    for row in plan.rows:
+        _attend_row(out, q, k_cache, v_cache, row, scale, softcap, sinks)
+    return out
+
+
+def _covered(plan: AttentionPlan) -> int:
+    return sum(len(g.tokens) for g in plan.groups) + sum(r.end - r.start for r in plan.rows)
+
+
+def _split_by_length(
+    decode: list[tuple[int, int, int]], block_size: int
+) -> list[list[tuple[int, int, int]]]:
+    """Longest first, a new group where padding or the gathered size would grow too far."""
+    groups: list[list[tuple[int, int, int]]] = []
+    for entry in sorted(decode, reverse=True):
+        if groups:
+            longest = groups[-1][0][0]
+            gathered = (len(groups[-1]) + 1) * longest * block_size
+            if entry[0] >= GROUP_FILL * longest and gathered <= MAX_GATHERED_TOKENS:
+                groups[-1].append(entry)
+                continue
+        groups.append([entry])
+    return groups
+
+
+def _decode_group(
+    members: list[tuple[int, int, int]],
+    tables: Tensor,
+    lens: Sequence[int],
+    starts: Sequence[int],
+    block_size: int,
+    window: int,
+    device: torch.device,
+) -> DecodeGroup:
+    longest = members[0][0]
+    # A padding block repeats the row's first one. That block is full, so that it holds no unwritten
+    # slot: a row of one block is never padded, since 1 < GROUP_FILL * 2.
+    assert GROUP_FILL * 2 > 1
+    blocks = torch.empty((len(members), longest), dtype=torch.long)
+    for i, (num_blocks, row, first_block) in enumerate(members):
+        blocks[i, :num_blocks] = tables[row, first_block : first_block + num_blocks]
+        if num_blocks < longest:
+            blocks[i, num_blocks:] = blocks[i, 0]
+    length = longest * block_size
+    lens_ = torch.tensor([lens[row] for _, row, _ in members])
+    from_ = torch.tensor([first * block_size for _, _, first in members])
+    written = torch.tensor([num * block_size for num, _, _ in members])
+    place = torch.arange(length)[None]
+    ends = (lens_ - from_)[:, None]
+    attended = place < ends
+    if window:
+        attended &= place >= (ends - window)
+    unwritten = ((place >= ends) & (place < written[:, None])).view(-1).nonzero().view(-1)
+    return DecodeGroup(
+        tokens=torch.tensor([starts[row] for _, row, _ in members], device=device),
+        blocks=blocks.view(-1).to(device),
+        mask=None if bool(attended.all()) else attended[None, :, None, :].to(device),
+        unwritten=unwritten.to(device) if len(unwritten) else None,
+    )
+
+
+def _prefill_mask(
+    first_query: int, seq_len: int, keys_from: int, window: int, device: torch.device
+) -> Tensor | None:
+    if first_query == 0 and (window == 0 or window >= seq_len):
+        return None
+    query = torch.arange(first_query, seq_len, device=device)[:, None]
+    key = torch.arange(keys_from, seq_len, device=device)[None]
+    mask = key <= query
+    if window:
+        mask &= key > query - window
+    return mask
+
+
+def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
+    """[N, Hkv, bs, D] -> a contiguous copy [Hkv, len(blocks) * bs, D]."""
+    return cache.transpose(0, 1).index_select(1, blocks).flatten(1, 2)
+
+
+def _attend_group(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    group: DecodeGroup,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> None:
+    num_kv_heads, dim = k_cache.shape[1], q.shape[2]
+    rows = len(group.tokens)
+    keys, values = _gather(k_cache, group.blocks), _gather(v_cache, group.blocks)
+    if group.unwritten is not None:
+        keys.index_fill_(1, group.unwritten, 0.0)
+        values.index_fill_(1, group.unwritten, 0.0)
+    # Query heads of one KV head stand where a prefill has its query tokens: [Hkv, n, G, D].
+    grouped = q[group.tokens].view(rows, num_kv_heads, -1, dim).transpose(0, 1)
+    sink = None if sinks is None else sinks.view(num_kv_heads, 1, -1, 1)
+    result = _attend(
+        grouped,
+        keys.view(num_kv_heads, rows, -1, dim),
+        values.view(num_kv_heads, rows, -1, dim),
+        group.mask,
+        False,
+        scale,
+        softcap,
+        sink,
+    )
+    out[group.tokens] = result.transpose(0, 1).reshape(rows, -1, dim)
+
+
+def _attend_row(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: PrefillRow,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> None:
+    num_kv_heads, dim = k_cache.shape[1], q.shape[2]
+    query_len = row.end - row.start
+    keys = _gather(k_cache, row.blocks)[:, : row.num_keys]
+    values = _gather(v_cache, row.blocks)[:, : row.num_keys]
+    grouped = q[row.start : row.end].view(query_len, num_kv_heads, -1, dim).permute(1, 2, 0, 3)
+    heads = grouped.shape[1]
+    sink = None if sinks is None else sinks.view(num_kv_heads, heads, 1, 1)
+    result = _attend(
+        grouped,
+        keys[:, None].expand(-1, heads, -1, -1),
+        values[:, None].expand(-1, heads, -1, -1),
+        row.mask,
+        row.mask is None,
+        scale,
+        softcap,
+        sink,
+    )
+    out[row.start : row.end] = result.permute(2, 0, 1, 3).reshape(query_len, -1, dim)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    sink: Tensor | None,
+) -> Tensor:
+    """q [B, H, M, D] over k, v [B, H, L, D]."""
+    if softcap == 0.0 and sink is None:
+        # torch's CPU and CUDA implementations keep scores and softmax in fp32.
+        mask4 = mask if mask is None or mask.dim() == 4 else mask[None, None]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask4, is_causal=causal, scale=scale
+        )
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sink is not None:
+        sink_scores = sink.float().expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores, sink_scores), -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, -1)
+    return torch.matmul(weights, v.float()).to(q.dtype)
