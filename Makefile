@@ -1,0 +1,82 @@
+# Every command a person or CI runs. GNU make 3.81 syntax; a recipe is one command.
+# PORT, GRPC_PORT, WORKERS, MODEL and TORCH_INDEX may stand here or in the environment.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+PACKAGES := gateway scheduler_svc gpu_worker kernels servicekit deploy benchmarks tests
+PROTOS := protos/quire/v1/common.proto protos/quire/v1/inference.proto protos/quire/v1/queue.proto \
+	protos/quire/v1/scheduler.proto protos/quire/v1/worker.proto
+STUBS := --plugin=protoc-gen-mypy=.venv/bin/protoc-gen-mypy \
+	--plugin=protoc-gen-mypy_grpc=.venv/bin/protoc-gen-mypy_grpc \
+	--python_out=protos/gen --grpc_python_out=protos/gen \
+	--mypy_out=quiet:protos/gen --mypy_grpc_out=quiet:protos/gen
+
+export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model serve test test-model test-fast check lint fmt-check types imports proto-check \
+	proto-lint proto-breaking proto-fresh proto proto-baseline fmt bench bench-kernels clean
+
+help:  ## list the commands
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
+
+setup:  ## make .venv with the locked packages (once; about 2 minutes)
+	@$(PYTHON) -m deploy.local.setup
+
+model: setup  ## fetch and convert the model MODEL (once)
+	@$(PY) -m deploy.local.model
+
+serve:  ## set up if needed, then serve: PORT=8000 GRPC_PORT=9000 WORKERS=1 MODEL=smollm2-135m
+	@exec $(PYTHON) -m deploy.local.setup --then deploy.local.launcher
+
+test: setup test-model  ## all tests that need no GPU (at most 10 minutes)
+	@$(PY) -m pytest -m "not gpu"
+
+test-model: setup
+	@$(PY) -m deploy.local.model smollm2-135m
+
+test-fast: setup  ## the quick tests (at most 60 s)
+	@$(PY) -m pytest
+
+check: lint fmt-check types imports proto-check test  ## all that CI runs
+
+lint: setup  ## ruff
+	@$(PY) -m ruff check .
+
+fmt-check: setup  ## formatting, without changing anything
+	@$(PY) -m ruff format --check .
+
+types: setup  ## mypy, strict
+	@$(PY) -m mypy $(PACKAGES)
+
+imports: setup  ## the layers between packages
+	@.venv/bin/lint-imports
+
+proto-check: proto-lint proto-breaking proto-fresh  ## protos: style, compatibility, stubs fresh
+
+proto-lint: setup
+	@.venv/bin/buf lint protos
+
+proto-breaking: setup
+	@.venv/bin/buf breaking protos --against protos/baseline.binpb
+
+proto-fresh: setup
+	@$(PY) -m pytest tests/unit/deploy/test_stubs.py
+
+proto: setup  ## write the stubs in protos/gen anew
+	@$(PY) -m grpc_tools.protoc -Iprotos $(STUBS) $(PROTOS)
+
+proto-baseline: setup  ## accept the protos as they are as the baseline
+	@.venv/bin/buf build protos -o protos/baseline.binpb
+
+fmt: setup  ## format the code
+	@$(PY) -m ruff format .
+
+bench: setup  ## latency and throughput of serving, fcfs beside static
+	@$(PY) -m benchmarks.serving
+
+bench-kernels: setup  ## kernels against their roofline
+	@$(PY) -m kernels.bench
+
+clean:  ## remove .venv, run folders and caches
+	@rm -rf .venv run .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

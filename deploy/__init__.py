@@ -1,0 +1,1 @@
+"""How Quire is put on machines. `local` is the one-machine launcher."""
