@@ -80,7 +80,7 @@ class WorkerJoined:
     now_ns: int
     worker_id: WorkerId
     capacity: WorkerCapacity
-    cost: CostProfile = CostProfile()
+    cost: CostProfile = field(default_factory=CostProfile)
     gateway_ids: frozenset[str] = frozenset()
     snapshot_attempts: Mapping[RequestId, int] = field(default_factory=dict)
 

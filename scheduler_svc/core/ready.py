@@ -28,8 +28,8 @@ class Admit:
 class StepPlan:
     """One step of one worker as differences from its last one; see quire.v1.StepPlan.
 
-    `changed` holds (slot, num_tokens), `growth` (slot, block). num_scheduled_tokens and num_rows
-    describe the whole step, for metrics.
+    `changed` holds (slot, num_tokens), `growth` (slot, block). num_scheduled_tokens, num_rows
+    and num_chunks (rows that leave part of their prompt for later) describe the step, for metrics.
     """
 
     worker_id: WorkerId
@@ -44,6 +44,7 @@ class StepPlan:
     digest: int
     num_scheduled_tokens: int
     num_rows: int
+    num_chunks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +76,15 @@ class Ready:
     """Everything to do after a round of events, in this order:
 
     1. send `plans`, in order, to their workers (a GPU may be waiting);
-    2. write `finishes` in one batched script;
+    2. write `finishes` in one batched script, and with them acknowledge and delete the entries in
+       `discards`, which say nothing new (a repeat of a known request, an older attempt);
     3. close the sessions of `given_up` workers and forget them until they join anew;
     4. feed a Tick at `wake_at_ns`, or before, if it is not None.
     """
 
     plans: tuple[StepPlan, ...] = ()
     finishes: tuple[Finish, ...] = ()
+    discards: tuple[str, ...] = ()
     given_up: tuple[WorkerId, ...] = ()
     wake_at_ns: int | None = None
 

@@ -10,6 +10,8 @@ BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)
 Slot = NewType("Slot", int)
 
+NO_SLOT = Slot(-1)
+
 
 class FinishReason(enum.IntEnum):
     """Why a request ended; values equal those of quire.v1.FinishReason."""

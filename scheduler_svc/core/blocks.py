@@ -1,0 +1,129 @@
+"""The block pool of one worker: reference counts, prefix index, least-recently-used free list.
+
+Invariants: a block is free (count 0) or owned (count > 0); a free block that is in the index is
+cached and may be taken by a hit or evicted; the index maps a name to exactly one block. A worker
+runs plans in order, so a freed block may go to any later plan at once.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from scheduler_svc.core.types import BlockHash, BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """What the index knows of a block."""
+
+    name: BlockHash
+    parent: BlockHash
+    tokens: bytes
+
+
+class BlockPool:
+    """Device blocks 0..num_blocks-1 of one worker."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._counts = [0] * num_blocks
+        self._free: OrderedDict[BlockId, None] = OrderedDict(
+            (BlockId(i), None) for i in range(num_blocks)
+        )
+        self._index: dict[BlockHash, BlockId] = {}
+        self._cached: dict[BlockId, CachedBlock] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that requests own."""
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks in the prefix index."""
+        return len(self._cached)
+
+    def allocate(self, count: int) -> list[BlockId] | None:
+        """Takes `count` blocks, evicting the oldest; None, unchanged, if too few are free."""
+        if count > len(self._free):
+            return None
+        taken = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            assert self._counts[block] == 0, f"free block {block} has owners"
+            self._evict(block)
+            self._counts[block] = 1
+            taken.append(block)
+        return taken
+
+    def match(
+        self, names: Sequence[BlockHash], start: BlockHash, tokens: Sequence[bytes]
+    ) -> list[BlockId]:
+        """Blocks of the longest cached prefix. Does not take them.
+
+        Parent and token ids are compared, so that two prompts with one name can't share KV.
+        """
+        found: list[BlockId] = []
+        parent = start
+        for name, wanted in zip(names, tokens, strict=True):
+            block = self._index.get(name)
+            if block is None:
+                break
+            known = self._cached[block]
+            if known.tokens != wanted or known.parent != parent:
+                break
+            found.append(block)
+            parent = name
+        return found
+
+    def num_free_among(self, blocks: Iterable[BlockId]) -> int:
+        """How many of `blocks` are free now, so that sharing them uses free blocks up."""
+        return sum(1 for block in blocks if self._counts[block] == 0)
+
+    def share(self, blocks: Iterable[BlockId]) -> None:
+        """Adds an owner to blocks that `match` found."""
+        for block in blocks:
+            assert block in self._cached, f"block {block} is not cached"
+            if self._counts[block] == 0:
+                del self._free[block]
+            self._counts[block] += 1
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Takes an owner from each block. Tails of a chain will be evicted before its head."""
+        for block in reversed(blocks):
+            assert self._counts[block] > 0, f"block {block} is freed twice"
+            self._counts[block] -= 1
+            if self._counts[block] == 0:
+                self._free[block] = None
+                if block not in self._cached:
+                    self._free.move_to_end(block, last=False)
+
+    def publish(self, block: BlockId, entry: CachedBlock) -> None:
+        """Puts a filled block into the index, unless another block already has the name."""
+        assert self._counts[block] > 0, f"block {block} is published without an owner"
+        assert block not in self._cached, f"block {block} is published twice"
+        if entry.name not in self._index:
+            self._index[entry.name] = block
+            self._cached[block] = entry
+
+    def _evict(self, block: BlockId) -> None:
+        known = self._cached.pop(block, None)
+        if known is not None:
+            del self._index[known.name]
+
+    def check(self, owned: Iterable[Sequence[BlockId]]) -> None:
+        """Asserts the invariants against the block tables of all running requests."""
+        counts = [0] * self.num_blocks
+        for table in owned:
+            assert len(set(table)) == len(table), "a block stands twice in one table"
+            for block in table:
+                counts[block] += 1
+        assert counts == self._counts, "reference counts differ from the block tables"
+        free = {block for block in range(self.num_blocks) if counts[block] == 0}
+        assert free == set(self._free), "free list differs from the counts"
+        assert {known.name: block for block, known in self._cached.items()} == self._index

@@ -1,0 +1,55 @@
+"""The core's promises, checked after every event in tests and sampled in long runs."""
+
+from scheduler_svc.core import digest
+from scheduler_svc.core.lifecycle import RequestState
+from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.core.worker_state import WorkerState
+
+
+def check_all(core: SchedulerCore) -> None:
+    """Raises AssertionError naming the broken promise. Reads private state; changes nothing."""
+    running = {}
+    for worker in core._workers.values():
+        _check_worker(worker)
+        for request in worker.running.values():
+            assert request.request_id not in running, "a request runs twice"
+            running[request.request_id] = request
+    waiting = list(core._waiting)
+    assert [r.rank for r in waiting] == sorted(r.rank for r in waiting)
+    for request in core._requests.values():
+        assert (request.state is RequestState.RUNNING) == (request.request_id in running)
+        assert (request.state is RequestState.WAITING) == (request in core._waiting)
+        assert request.state is not RequestState.FINISHED, "a finished request is still held"
+        if request.state is RequestState.RETURNING:
+            assert request.num_in_flight > 0, "a request waits for steps that are not in flight"
+        if request.state is RequestState.WAITING:
+            assert request.num_in_flight == 0, "a request with unreturned steps could be admitted"
+            assert not request.blocks, "a waiting request owns blocks"
+    flights: dict[bytes, int] = {}
+    for worker in core._workers.values():
+        for flight in worker.in_flight:
+            for row in flight.rows.values():
+                if row.request.state is not RequestState.FINISHED:
+                    key = row.request.request_id
+                    flights[key] = flights.get(key, 0) + 1
+    for request in core._requests.values():
+        assert request.num_in_flight == flights.get(request.request_id, 0)
+
+
+def _check_worker(worker: WorkerState) -> None:
+    size = worker.capacity.block_size
+    worker.pool.check(request.blocks for request in worker.running.values())
+    steps = [flight.step for flight in worker.in_flight]
+    assert steps == list(range(worker.last_step - len(steps) + 1, worker.last_step + 1))
+    total = 0
+    for slot, request in worker.running.items():
+        assert request.slot == slot
+        assert request.worker_id == worker.worker_id
+        assert request.num_computed_tokens <= len(request.blocks) * size, "computed past the table"
+        assert request.num_confirmed_tokens <= request.num_computed_tokens
+        assert len(request.token_ids) <= request.num_tokens <= request.max_total_tokens
+        # Room for what has been computed and at most the next block.
+        needed = max(request.num_computed_tokens, len(request.token_ids))
+        assert len(request.blocks) <= -(-needed // size) + 1, "a table is longer than planned"
+        total += digest.table_sum(slot, worker.generation(slot), 0, request.blocks)
+    assert digest.add(0, total) == worker._digest, "the digest differs from the tables"

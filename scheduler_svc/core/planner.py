@@ -1,0 +1,150 @@
+"""One step of one worker: who gets how many tokens, and which blocks.
+
+Order: running requests with one token to go, then chunks of running prefills, then admissions.
+Decodes come first so that a long prompt can't hold them up; prefill takes what the token budget
+leaves. Nothing is admitted in a step that had to preempt.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from scheduler_svc.core import policy
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.ready import StepPlan
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.types import BlockId, Slot
+from scheduler_svc.core.worker_state import WorkerState
+
+
+@dataclass(slots=True, kw_only=True)
+class StepBudget:
+    """What is left of one step."""
+
+    num_tokens: int
+    chunk_tokens: int
+    scheduled: dict[Slot, int] = field(default_factory=dict)
+    num_chunks: int = 0
+
+    def take(self, request: Request) -> int:
+        """Schedules as much of the request as budget and chunk limit allow; returns the count."""
+        count = min(request.num_wanted, self.num_tokens, self.chunk_tokens)
+        if count > 0:
+            self.scheduled[request.slot] = count
+            self.num_tokens -= count
+            self.num_chunks += count < request.num_wanted
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a waiting request would go: cached blocks to share and the number of new ones."""
+
+    worker: WorkerState
+    cached: list[BlockId]
+    num_new: int
+    cost: int
+
+
+def plan_step(
+    worker: WorkerState,
+    config: CoreConfig,
+    preempt: Callable[[WorkerState, Request], None],
+    admit_waiting: Callable[[WorkerState, StepBudget], None],
+) -> StepPlan | None:
+    """The next plan of `worker`, or None if there is nothing to do.
+
+    `preempt` takes a running request off the worker; `admit_waiting` may add rows to the budget.
+    """
+    budget = StepBudget(
+        num_tokens=_token_budget(worker, config),
+        chunk_tokens=config.prefill_chunk_tokens or worker.capacity.max_num_batched_tokens,
+    )
+    ranked = sorted(worker.running.values(), key=lambda request: request.rank)
+    preempted = False
+    for request in ranked:
+        if worker.running.get(request.slot) is not request or request.num_wanted != 1:
+            continue
+        if budget.num_tokens == 0:
+            break
+        if len(request.blocks) * worker.capacity.block_size <= request.num_computed_tokens:
+            had_to_preempt, block = _find_block(worker, request, budget, preempt)
+            preempted |= had_to_preempt
+            if block is None:
+                continue
+            worker.grow(request, block)
+        budget.take(request)
+    for request in ranked:
+        if worker.running.get(request.slot) is request and request.num_wanted > 1:
+            budget.take(request)
+    if not preempted:
+        admit_waiting(worker, budget)
+    if not budget.scheduled and not worker.must_tell:
+        return None
+    return worker.take_plan(budget.scheduled, budget.num_chunks)
+
+
+def _token_budget(worker: WorkerState, config: CoreConfig) -> int:
+    own = worker.capacity.max_num_batched_tokens
+    return min(own, config.max_num_batched_tokens or own)
+
+
+def _find_block(
+    worker: WorkerState,
+    request: Request,
+    budget: StepBudget,
+    preempt: Callable[[WorkerState, Request], None],
+) -> tuple[bool, BlockId | None]:
+    """A block for `request`, taken from the lowest-ranked while none is free.
+
+    None if the request itself was the lowest and had to go. The loop ends: each turn takes one
+    request off the worker.
+    """
+    preempted = False
+    while True:
+        found = worker.pool.allocate(1)
+        if found is not None:
+            return preempted, found[0]
+        victim = policy.choose_victim(worker.running.values())
+        freed = budget.scheduled.pop(victim.slot, 0)
+        budget.num_tokens += freed
+        preempt(worker, victim)
+        preempted = True
+        if victim is request:
+            return preempted, None
+
+
+def find_placement(
+    request: Request,
+    workers: Sequence[WorkerState],
+    config: CoreConfig,
+    match: Callable[[Request, WorkerState], list[BlockId]],
+) -> Placement | None:
+    """The cheapest worker that has room for the whole request now; None if none has.
+
+    Room: a free slot, and blocks for all known tokens above the watermark (an idle worker needs no
+    watermark, so that a request which can run alone always gets to run).
+    """
+    best: Placement | None = None
+    for worker in workers:
+        if not has_slot(worker, config) or not worker.ever_fits(request):
+            continue
+        cached = match(request, worker)
+        num_new = worker.blocks_for(len(request.token_ids)) - len(cached)
+        spare = worker.pool.num_free - worker.pool.num_free_among(cached) - num_new
+        watermark = int(config.watermark * worker.pool.num_blocks) if worker.running else 0
+        if spare < watermark:
+            continue
+        cost = policy.placement_cost(
+            num_uncached=len(request.token_ids) - len(cached) * worker.capacity.block_size,
+            num_pending_prefill=worker.num_pending_prefill,
+            num_running=len(worker.running),
+        )
+        if best is None or cost < best.cost:
+            best = Placement(worker=worker, cached=cached, num_new=num_new, cost=cost)
+    return best
+
+
+def has_slot(worker: WorkerState, config: CoreConfig) -> bool:
+    """Whether one more request may run on the worker."""
+    limit = min(worker.capacity.num_slots, config.max_num_seqs or worker.capacity.num_slots)
+    return worker.num_free_slots > 0 and len(worker.running) < limit

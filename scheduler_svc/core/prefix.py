@@ -1,0 +1,40 @@
+"""Names of full blocks: a keyed hash chain.
+
+The name of block i covers every token up to its end, so that equal names mean equal prefixes. The
+key comes from the configuration and the tenant's salt, never from the process: names agree between
+processes and restarts, and one tenant can't probe another's prompts.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from scheduler_svc.core.types import BlockHash
+
+_SIZE = 16
+
+
+def chain_start(hash_key: bytes, cache_salt: bytes) -> BlockHash:
+    """Parent of a request's first block."""
+    key = blake2b(hash_key, digest_size=32).digest()
+    return BlockHash(blake2b(cache_salt, key=key, digest_size=_SIZE, person=b"quire-salt").digest())
+
+
+def block_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian 32-bit integers, for hashing and for the check on a hit."""
+    return array("i", token_ids).tobytes()
+
+
+def child(parent: BlockHash, tokens: bytes) -> BlockHash:
+    """Name of the block that holds `tokens` after `parent`."""
+    return BlockHash(blake2b(tokens, key=parent, digest_size=_SIZE, person=b"quire-block").digest())
+
+
+def extend_chain(
+    hashes: list[BlockHash], start: BlockHash, token_ids: Sequence[int], block_size: int
+) -> None:
+    """Appends to `hashes` the names of all full blocks of token_ids not named yet."""
+    for index in range(len(hashes), len(token_ids) // block_size):
+        parent = hashes[-1] if hashes else start
+        tokens = block_tokens(token_ids[index * block_size : (index + 1) * block_size])
+        hashes.append(child(parent, tokens))

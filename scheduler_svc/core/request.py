@@ -1,0 +1,99 @@
+"""A request as the core sees it: a few integers and the known tokens."""
+
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.lifecycle import Move, RequestState, after
+from scheduler_svc.core.types import (
+    NO_SLOT,
+    BlockHash,
+    BlockId,
+    RequestId,
+    SamplingSpec,
+    Slot,
+    WorkerId,
+)
+
+Rank = tuple[int, int]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One request. Mutated by the scheduler only.
+
+    token_ids are prompt and confirmed output. num_tokens counts them and the tokens that planned
+    steps will sample; num_computed_tokens counts tokens whose KV planned steps will have written;
+    num_confirmed_tokens those whose step has returned. The gap between num_tokens and
+    num_computed_tokens is what is left to plan. attempt is the live one; entry_attempt is what the
+    queue entry says, lower if the core has moved the request since.
+    """
+
+    request_id: RequestId
+    entry_id: str
+    entry_attempt: int
+    attempt: int
+    gateway_id: str
+    reply_to: bytes
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingSpec
+    priority: int
+    deadline_ns: int | None
+    cache_salt: bytes
+    traceparent: str
+    sequence: int
+    arrived_ns: int
+    emit_from: int
+
+    state: RequestState = RequestState.WAITING
+    worker_id: WorkerId | None = None
+    slot: Slot = NO_SLOT
+    blocks: list[BlockId] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    hashed_block_size: int = 0
+    num_published: int = 0
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_confirmed_tokens: int = 0
+    num_in_flight: int = 0
+    max_total_tokens: int = 0
+    # The worker session whose outbox holds what has been emitted; another one must emit anew.
+    emitted_by: int | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_skips: int = 0
+    num_losses: int = 0
+    tokens_at_loss: int = -1
+    stranded_since_ns: int | None = None
+    first_scheduled_ns: int | None = None
+    first_token_ns: int | None = None
+
+    @property
+    def rank(self) -> Rank:
+        """Order inside and between priority classes; lower goes first."""
+        return (self.priority, self.sequence)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Confirmed output."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens left to plan; 0 once the last output token has been planned."""
+        if self.num_tokens >= self.max_total_tokens:
+            return 0
+        return self.num_tokens - self.num_computed_tokens
+
+    def move(self, move: Move) -> None:
+        """Changes the state by the table."""
+        self.state = after(self.state, move)
+
+    def forget_work(self) -> None:
+        """Back to what is known for certain: nothing computed, only confirmed tokens."""
+        self.num_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.num_confirmed_tokens = 0
+        self.num_published = 0
+        self.blocks = []
+        self.slot = NO_SLOT
+        self.worker_id = None
