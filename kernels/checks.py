@@ -115,6 +115,19 @@ def check_attention(
     )
 
 
+def interpreted(kernel: object) -> bool:
+    """True when a Triton kernel was made for the interpreter (TRITON_INTERPRET=1 at import)."""
+    return type(kernel).__name__ == "InterpretedFunction"
+
+
+def check_runs_triton(device: torch.device, kernel: object) -> None:
+    """Of every Triton call: the device must be the kernel's."""
+    if interpreted(kernel):
+        _need(device.type == "cpu", "the interpreter takes CPU tensors, got", device)
+    else:
+        _need(device.type == "cuda", "Triton kernels take CUDA tensors, got", device)
+
+
 def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
     _need(
         k_cache.dim() == 4,

@@ -1,0 +1,104 @@
+"""Tile choices of the Triton kernels, one table row per (head dim, element size, architecture).
+
+A choice never depends on the batch: row counts and lengths change between steps, and a token's
+arithmetic must not change with them. The rows were chosen so that the compiled kernels stay under
+the shared memory of their architecture without spilling much; they have not been tuned on a
+device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# Tokens of a decode row that one program reads. Sums of a row are cut at its multiples, whatever
+# the batch.
+DECODE_SPLIT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """block_m: query tokens x query heads; block_n: keys of one loop turn, divides split."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    decode_block_n: int
+    decode_num_warps: int
+    decode_num_stages: int
+    split: int = DECODE_SPLIT
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "decode_block_n", "split"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two of at least 16, got {value}")
+        if self.split % self.decode_block_n:
+            raise ValueError("decode_block_n must divide split")
+
+
+def _tiles(m: int, n: int, warps: int, stages: int, dn: int, dw: int, ds: int) -> Tiles:
+    return Tiles(
+        block_m=m,
+        block_n=n,
+        num_warps=warps,
+        num_stages=stages,
+        decode_block_n=dn,
+        decode_num_warps=dw,
+        decode_num_stages=ds,
+    )
+
+
+# The interpreter runs a Python statement per tile: few, small splits, so that short rows cross
+# their borders.
+INTERPRETER_TILES = Tiles(
+    block_m=16,
+    block_n=32,
+    num_warps=1,
+    num_stages=1,
+    decode_block_n=32,
+    decode_num_warps=1,
+    decode_num_stages=1,
+    split=64,
+)
+
+# (architecture, bytes of an element, padded head dim up to) -> tiles. sm_86 stands for all devices
+# with 99 KiB of shared memory a block: 8.6, 8.9, 12.x.
+TABLE: dict[tuple[int, int, int], Tiles] = {
+    (80, 2, 64): _tiles(128, 64, 4, 3, 64, 4, 3),
+    (80, 2, 128): _tiles(64, 64, 4, 3, 64, 4, 3),
+    (80, 2, 256): _tiles(64, 32, 8, 2, 32, 4, 3),
+    (80, 4, 64): _tiles(32, 32, 4, 2, 32, 4, 2),
+    (80, 4, 128): _tiles(32, 32, 4, 2, 32, 4, 2),
+    (80, 4, 256): _tiles(16, 16, 4, 2, 16, 4, 2),
+    (86, 2, 64): _tiles(64, 64, 4, 2, 64, 4, 2),
+    (86, 2, 128): _tiles(64, 32, 4, 2, 32, 4, 2),
+    (86, 2, 256): _tiles(32, 16, 4, 2, 16, 4, 2),
+    (86, 4, 64): _tiles(32, 32, 4, 2, 32, 4, 2),
+    (86, 4, 128): _tiles(32, 16, 4, 2, 16, 4, 2),
+    (86, 4, 256): _tiles(16, 16, 4, 1, 16, 4, 1),
+    (90, 2, 64): _tiles(128, 64, 4, 3, 64, 4, 3),
+    (90, 2, 128): _tiles(128, 64, 8, 3, 64, 4, 3),
+    (90, 2, 256): _tiles(64, 64, 8, 2, 64, 4, 2),
+    (90, 4, 64): _tiles(32, 32, 4, 2, 32, 4, 2),
+    (90, 4, 128): _tiles(32, 32, 4, 2, 32, 4, 2),
+    (90, 4, 256): _tiles(16, 16, 4, 2, 16, 4, 2),
+}
+
+
+def architecture(capability: tuple[int, int]) -> int:
+    """The table's architecture for a device's compute capability; ValueError below 8.0."""
+    major, minor = capability
+    if major < 8:
+        raise ValueError(f"compute capability must be at least 8.0, got {major}.{minor}")
+    if (major == 8 and minor > 0) or major >= 12:
+        return 86
+    return 80 if major == 8 else 90
+
+
+def tiles_for(head_dim: int, dtype: torch.dtype, arch: int) -> Tiles:
+    """The table's row for a head dim; `arch` as `architecture` gives it."""
+    for bound in (64, 128, 256):
+        if head_dim <= bound:
+            return TABLE[arch, dtype.itemsize, bound]
+    raise ValueError(f"no tiles for head dim {head_dim}")
