@@ -43,4 +43,4 @@ def configure(service: str, level: str) -> None:
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
     """A logger; bind request_id, step or worker to it where they are known."""
-    return cast(structlog.typing.FilteringBoundLogger, structlog.get_logger(logger=name))
+    return cast(structlog.typing.FilteringBoundLogger, structlog.get_logger(component=name))

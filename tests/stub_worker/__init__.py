@@ -1,0 +1,1 @@
+"""A worker without a model: the shipped service around a runner that makes tokens up."""

@@ -1,0 +1,166 @@
+"""A ModelRunner without torch: tokens are a pure function of what the row says.
+
+`history` takes the next token from all tokens before it, kept in the fake's own paged cache, so
+that a wrong block table, a wrong position or a lost token changes what comes after. `seed` takes it
+from (seed, sample index, output position) alone, so that a lost request repeats the same tokens on
+any worker even if the tables were wrong.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from gpu_worker.ports import (
+    BrokenDeviceError,
+    CacheGroupSpec,
+    OutOfDeviceMemoryError,
+    RunnerInfo,
+    ScheduledRow,
+    StepOutput,
+)
+
+PREFIX = "STUB_"
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeOptions:
+    """How the fake behaves; each is also a variable STUB_<NAME>.
+
+    A step sleeps step_ms + token_us per token, without the GIL. fail_at_step is `kind@N`, the Nth
+    call of `run` fails once: oom, error, broken, exit, or row (one row of the step).
+    """
+
+    tokens: str = "history"
+    step_ms: float = 1.0
+    token_us: float = 0.0
+    load_s: float = 0.0
+    vocab_size: int = 1024
+    num_blocks: int = 4096
+    block_size: int = 16
+    max_model_len: int = 4096
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    first_token: int = 3
+    fail_at_step: str = ""
+    model_digest: str = "0" * 64
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str], **defaults: object) -> "FakeOptions":
+        """Variables win over `defaults`. Raises ValueError for a name that is not an option."""
+        types: dict[str, type] = {
+            field.name: type(getattr(cls(), field.name)) for field in fields(cls)
+        }
+        values: dict[str, object] = dict(defaults)
+        for variable, raw in environ.items():
+            if not variable.startswith(PREFIX):
+                continue
+            name = variable.removeprefix(PREFIX).lower()
+            if name not in types:
+                raise ValueError(f"{variable}: the stub worker has no such option")
+            values[name] = types[name](raw)
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def fold(state: int, value: int) -> int:
+    """One step of a 64-bit hash."""
+    state = ((state ^ value) * 0x9E3779B97F4A7C15 + 0xD6E8FEB86659FD93) & _MASK
+    return state ^ (state >> 29)
+
+
+def token_from_history(tokens: Sequence[int], options: FakeOptions, seed: int = 0) -> int:
+    """What `history` makes of all known tokens; for tests that predict a stream."""
+    state = seed
+    for position, token in enumerate(tokens):
+        state = fold(fold(state, position), token)
+    return _in_vocabulary(state, options)
+
+
+def token_from_seed(seed: int, sample_index: int, position: int, options: FakeOptions) -> int:
+    """What `seed` makes of a row; for tests that predict a stream."""
+    return _in_vocabulary(fold(fold(fold(0, seed), sample_index), position), options)
+
+
+def _in_vocabulary(state: int, options: FakeOptions) -> int:
+    return options.first_token + state % (options.vocab_size - options.first_token)
+
+
+class FakeRunner:
+    """See FakeOptions. Keeps (position, token) per cache place and nothing of requests."""
+
+    def __init__(self, options: FakeOptions) -> None:
+        self.options = options
+        self.num_runs = 0
+        self._cache: dict[tuple[int, int], tuple[int, int]] = {}
+        self._fail_kind, _, at = options.fail_at_step.partition("@")
+        self._fail_at = int(at) if at else 0
+        time.sleep(options.load_s)
+
+    @property
+    def info(self) -> RunnerInfo:
+        """From the options."""
+        o = self.options
+        return RunnerInfo(
+            model_digest=o.model_digest,
+            vocab_size=o.vocab_size,
+            max_model_len=o.max_model_len,
+            max_num_seqs=o.max_num_seqs,
+            max_num_batched_tokens=o.max_num_batched_tokens,
+            cache_group=CacheGroupSpec(
+                window=0, block_size=o.block_size, block_bytes=1024, num_blocks=o.num_blocks
+            ),
+            step_us=o.step_ms * 1000,
+            token_us=o.token_us,
+        )
+
+    def run(self, rows: Sequence[ScheduledRow]) -> StepOutput:
+        """Writes tokens where the model would write KV; reads them back through the tables."""
+        begin = time.perf_counter_ns()
+        self.num_runs += 1
+        failures = self._fail(rows) if self.num_runs == self._fail_at else ()
+        num_tokens = sum(len(row.token_ids) for row in rows)
+        time.sleep(self.options.step_ms / 1000 + self.options.token_us * num_tokens / 1e6)
+        for row in rows:
+            self._store(row)
+        failed = {index for index, _ in failures}
+        token_ids = tuple(
+            None if index in failed else self._sample(row)
+            for index, row in enumerate(rows)
+            if row.samples
+        )
+        return StepOutput(
+            token_ids=token_ids,
+            failures=failures,
+            forward_us=(time.perf_counter_ns() - begin) // 1000,
+        )
+
+    def _fail(self, rows: Sequence[ScheduledRow]) -> tuple[tuple[int, str], ...]:
+        match self._fail_kind:
+            case "oom":
+                raise OutOfDeviceMemoryError("the fake is out of memory")
+            case "broken":
+                raise BrokenDeviceError("the fake is broken")
+            case "exit":
+                raise SystemExit("the fake ends its thread")
+            case "row":
+                return ((len(rows) - 1, "the fake can't sample this row"),)
+            case _:
+                raise RuntimeError("the fake fails")
+
+    def _store(self, row: ScheduledRow) -> None:
+        size = self.options.block_size
+        for position, token in enumerate(row.token_ids, row.start):
+            self._cache[row.block_ids[position // size], position % size] = (position, token)
+
+    def _sample(self, row: ScheduledRow) -> int:
+        sampling = row.sampling
+        if self.options.tokens == "seed":
+            return token_from_seed(
+                sampling.seed, sampling.sample_index, row.output_position, self.options
+            )
+        size = self.options.block_size
+        state = sampling.seed
+        for position in range(row.start + len(row.token_ids)):
+            there = self._cache.get((row.block_ids[position // size], position % size), (-1, -1))
+            state = fold(fold(state, there[0] & _MASK), there[1] & _MASK)
+        return _in_vocabulary(state, self.options)
