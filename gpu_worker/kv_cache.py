@@ -1,0 +1,126 @@
+"""Owns the KV cache tensor: how many blocks, and the allocation.
+
+In order: num_gpu_blocks_override, then kv_cache_gib, then by memory. On a CPU that is a quarter of
+the memory available, at most 4 GiB; pages are touched only when blocks are first written. On CUDA
+it is gpu_memory_utilization of the device, less what weights and a full step take.
+
+The cache starts as zeros and holds whatever rows wrote after that.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gpu_worker.models import KvShape
+from kernels.cache_layout import CacheLayout
+
+GIB = 2**30
+CPU_SHARE = 0.25
+CPU_MOST_BYTES = 4 * GIB
+
+
+class CacheTooSmallError(Exception):
+    """The cache can't hold what the settings ask for; the message has the numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizingRequest:
+    """The settings that decide, named as there."""
+
+    num_gpu_blocks_override: int
+    kv_cache_gib: float
+    block_size: int
+    max_model_len: int
+
+
+def layout(shape: KvShape, block_size: int, num_blocks: int) -> CacheLayout:
+    """Of a model's cache."""
+    return CacheLayout(
+        num_blocks=num_blocks,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        block_size=block_size,
+        head_dim=shape.head_dim,
+    )
+
+
+def block_bytes(shape: KvShape, block_size: int, dtype: torch.dtype) -> int:
+    """Of one block with all its layers."""
+    return layout(shape, block_size, 1).block_bytes(dtype.itemsize)
+
+
+def choose_num_blocks(request: SizingRequest, bytes_per_block: int, memory_bytes: int) -> int:
+    """Blocks of the cache; memory_bytes is what is left for it when no setting says otherwise."""
+    if request.num_gpu_blocks_override:
+        return request.num_gpu_blocks_override
+    budget = int(request.kv_cache_gib * GIB) if request.kv_cache_gib else memory_bytes
+    num_blocks = budget // bytes_per_block
+    if num_blocks < 1:
+        raise CacheTooSmallError(
+            f"{budget} bytes for the KV cache hold no block of {bytes_per_block} bytes"
+        )
+    return int(num_blocks)
+
+
+def choose_max_model_len(request: SizingRequest, of_model: int, num_blocks: int) -> int:
+    """Longest request: as asked, or the model's as far as the cache can hold one such request.
+
+    Raises CacheTooSmallError when max_model_len was set and does not fit.
+    """
+    capacity = num_blocks * request.block_size
+    if not request.max_model_len:
+        return min(of_model, capacity)
+    if request.max_model_len > of_model:
+        raise CacheTooSmallError(
+            f"QUIRE_MAX_MODEL_LEN={request.max_model_len} is over the model's {of_model} positions"
+        )
+    if request.max_model_len > capacity:
+        raise CacheTooSmallError(
+            f"QUIRE_MAX_MODEL_LEN={request.max_model_len} needs more than the KV cache's "
+            f"{num_blocks} blocks of {request.block_size} tokens ({capacity})"
+        )
+    return request.max_model_len
+
+
+def cpu_cache_bytes(available_bytes: int) -> int:
+    """The share of memory that a worker on a CPU takes unasked."""
+    return min(int(available_bytes * CPU_SHARE), CPU_MOST_BYTES)
+
+
+def available_memory_bytes(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """What this process may still allocate: the machine's, within its control group's limit."""
+    available = 0
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    assert available > 0, "no MemAvailable in /proc/meminfo"
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else min(available, max(0, int(limit) - used))
+
+
+def cuda_cache_bytes(device: torch.device, utilization: float) -> int:
+    """What the share of the device leaves; call after a full step, whose peak counts as used.
+
+    Memory of other processes on the device counts as used too.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    others = total - free - reserved
+    peak = torch.cuda.max_memory_allocated(device)
+    return max(0, int(total * utilization) - others - peak)
+
+
+def allocate(of: CacheLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The cache, zeros. On a CPU its pages are the kernel's zero page until they are written."""
+    if device.type != "cpu":
+        return torch.zeros(of.shape, dtype=dtype, device=device)
+    raw = np.zeros(of.total_bytes(dtype.itemsize), dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(of.shape)

@@ -1,0 +1,308 @@
+"""Owns the model on its device: loads it, sizes the cache, warms up, computes steps.
+
+A step: rows -> flat arrays (batch) -> device -> forward, which stores keys and values and attends
+over the blocks -> logits of the sampling rows -> tokens (sampler). Nothing of a request outlives
+the step but its blocks. Everything here runs on one thread, the executor's.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpu_worker import kv_cache, models, sampler
+from gpu_worker.attention import Backend, PagedContext, StepTables, make_backend
+from gpu_worker.batch import BatchBuilder, BatchLimits, FlatBatch
+from gpu_worker.ports import (
+    BrokenDeviceError,
+    CacheGroupSpec,
+    ModelRunner,
+    OutOfDeviceMemoryError,
+    RunnerInfo,
+    SamplingSpec,
+    ScheduledRow,
+    StepOutput,
+)
+from servicekit.model_files import model_digest, model_dir
+
+if TYPE_CHECKING:
+    from gpu_worker.settings import WorkerSettings
+
+CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, BIG_GPU_BATCHED_TOKENS = 256, 2048, 8192
+BIG_GPU_BYTES = 70 * kv_cache.GIB
+WARM_UP_RUNS, MEASURED_RUNS = 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """A step takes about step_us + tokens * token_us."""
+
+    step_us: float
+    token_us: float
+
+
+class TorchRunner:
+    """Computes steps of one model; see ports.ModelRunner."""
+
+    def __init__(
+        self,
+        *,
+        model: models.LoadedModel,
+        context: PagedContext,
+        info: RunnerInfo,
+    ) -> None:
+        self._model = model
+        self._context = context
+        self._info = info
+        self._builder = BatchBuilder(
+            BatchLimits(
+                num_blocks=info.cache_group.num_blocks,
+                block_size=info.cache_group.block_size,
+                vocab_size=info.vocab_size,
+                max_model_len=info.max_model_len,
+            )
+        )
+
+    @property
+    def info(self) -> RunnerInfo:
+        """What the loaded model offers."""
+        return self._info
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[ScheduledRow]) -> StepOutput:
+        """Computes one step; see ports.ModelRunner for what it raises."""
+        began = time.perf_counter_ns()
+        batch = self._builder.build(rows)
+        applied = time.perf_counter_ns()
+        logits = self._logits(batch)
+        forwarded = time.perf_counter_ns()
+        sampling = [rows[index] for index in batch.sampling_rows]
+        with _device_errors():
+            sampled = sampler.sample(
+                logits, [(row.sampling, row.output_position) for row in sampling]
+            )
+        ended = time.perf_counter_ns()
+        chosen = dict(zip(batch.sampling_rows, sampled.token_ids, strict=True))
+        failures = [(batch.sampling_rows[at], reason) for at, reason in sampled.failures]
+        return StepOutput(
+            token_ids=tuple(chosen.get(i) for i, row in enumerate(rows) if row.samples),
+            failures=tuple(sorted((*batch.failures, *failures))),
+            apply_us=(applied - began) // 1000,
+            forward_us=(forwarded - applied) // 1000,
+            sample_us=(ended - forwarded) // 1000,
+        )
+
+    def _logits(self, batch: FlatBatch) -> torch.Tensor:
+        """Logits of the sampling rows; waits for the device."""
+        device = self._model.device
+        if not batch.rows:
+            return torch.empty((0, self._info.vocab_size), device=device)
+        with _device_errors():
+            token_ids, positions, slots, logits_indices, tables, lens, starts = (
+                torch.from_numpy(array).to(device)
+                for array in (
+                    batch.token_ids,
+                    batch.positions,
+                    batch.slot_mapping,
+                    batch.logits_indices,
+                    batch.block_tables,
+                    batch.seq_lens,
+                    batch.query_start_loc,
+                )
+            )
+            step = StepTables(
+                slot_mapping=slots,
+                block_tables=tables,
+                seq_lens=lens,
+                query_start_loc=starts,
+                max_query_len=batch.max_query_len,
+                max_seq_len=batch.max_seq_len,
+            )
+            logits = models.forward(
+                self._model, self._context, step, token_ids, positions, logits_indices
+            )
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return logits
+
+
+class _device_errors:  # noqa: N801  # reads as a statement: with _device_errors()
+    """Translates torch's exceptions into those of ports."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or not isinstance(error, RuntimeError | MemoryError):
+            return
+        text = str(error)
+        if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError) or (
+            "can't allocate memory" in text
+        ):
+            raise OutOfDeviceMemoryError(text) from error
+        if isinstance(error, torch.AcceleratorError) or "CUDA error" in text:
+            raise BrokenDeviceError(text) from error
+
+
+def load_runner(settings: "WorkerSettings", log: Any) -> TorchRunner:
+    """Loads, sizes the cache, checks, warms up and measures.
+
+    Raises UnsupportedModelError, CacheTooSmallError, ValueError or OSError with a message for the
+    operator when that can't be done as configured.
+    """
+    torch.set_num_threads(settings.num_threads or usable_cores())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend = make_backend(settings.attention_backend, device)
+    folder = model_dir(settings.model, weights=True)
+    began = time.monotonic()
+    model = models.load(folder, dtype=settings.dtype, device=device, log=log)
+    shape = model.kv_shape
+    log.info(
+        "model loaded",
+        model_type=model.name,
+        mib=round(model.weight_bytes / 2**20),
+        layers=shape.num_layers,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        windows=sorted(set(shape.windows)),
+        attention_backend=backend.name,
+        threads=torch.get_num_threads(),
+        seconds=round(time.monotonic() - began, 1),
+    )
+    context, info = _sized(settings, model, backend, log)
+    info = replace(info, model_digest=model_digest(folder))
+    if info.max_model_len >= models.CHECK_TOKENS:
+        cosine = models.check_parity(model, context, settings.block_size)
+        log.info("paged attention agrees with eager attention", least_cosine=round(cosine, 6))
+    cost = measure(TorchRunner(model=model, context=context, info=info))
+    log.info(
+        "warmed up",
+        step_us=round(cost.step_us),
+        token_us=round(cost.token_us, 1),
+        seconds=round(time.monotonic() - began, 1),
+    )
+    info = replace(info, step_us=cost.step_us, token_us=cost.token_us)
+    return TorchRunner(model=model, context=context, info=info)
+
+
+def _sized(
+    settings: "WorkerSettings", model: models.LoadedModel, backend: Backend, log: Any
+) -> tuple[PagedContext, RunnerInfo]:
+    """The cache as the settings and the memory have it, and what it lets the model offer."""
+    device, shape = model.device, model.kv_shape
+    batched = settings.max_num_batched_tokens or default_batched_tokens(device)
+    bytes_per_block = kv_cache.block_bytes(shape, settings.block_size, model.dtype)
+    if device.type == "cuda":
+        profile(model, backend, settings.block_size, batched, settings.max_num_seqs)
+        memory = kv_cache.cuda_cache_bytes(device, settings.gpu_memory_utilization)
+    else:
+        memory = kv_cache.cpu_cache_bytes(kv_cache.available_memory_bytes())
+    request = kv_cache.SizingRequest(
+        num_gpu_blocks_override=settings.num_gpu_blocks_override,
+        kv_cache_gib=settings.kv_cache_gib,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+    )
+    num_blocks = kv_cache.choose_num_blocks(request, bytes_per_block, memory)
+    longest = kv_cache.choose_max_model_len(request, model.max_position_embeddings, num_blocks)
+    log.info(
+        "kv cache",
+        blocks=num_blocks,
+        block_size=settings.block_size,
+        tokens=num_blocks * settings.block_size,
+        mib=round(num_blocks * bytes_per_block / 2**20),
+        max_model_len=longest,
+        max_model_len_of_model=model.max_position_embeddings,
+        max_num_batched_tokens=batched,
+    )
+    models.fix_rotary(model, longest)
+    layout = kv_cache.layout(shape, settings.block_size, num_blocks)
+    context = PagedContext(kv_cache.allocate(layout, model.dtype, device), backend)
+    info = RunnerInfo(
+        model_digest="",
+        vocab_size=model.vocab_size,
+        max_model_len=longest,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=batched,
+        cache_group=CacheGroupSpec(
+            window=0,
+            block_size=settings.block_size,
+            block_bytes=bytes_per_block,
+            num_blocks=num_blocks,
+        ),
+        step_us=0.0,
+        token_us=0.0,
+    )
+    return context, info
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def default_batched_tokens(device: torch.device) -> int:
+    """The token budget of a step where none is set."""
+    if device.type != "cuda":
+        return CPU_BATCHED_TOKENS
+    properties = torch.cuda.get_device_properties(device)
+    if properties.total_memory >= BIG_GPU_BYTES and "A100" not in properties.name:
+        return BIG_GPU_BATCHED_TOKENS
+    return GPU_BATCHED_TOKENS
+
+
+def profile(
+    model: models.LoadedModel, backend: Backend, block_size: int, batched: int, num_seqs: int
+) -> None:
+    """A full step over a cache of its own, so that the device's peak shows what a step takes."""
+    num_tokens = min(batched, model.max_position_embeddings)
+    num_blocks = -(-num_tokens // block_size)
+    layout = kv_cache.layout(model.kv_shape, block_size, num_blocks)
+    context = PagedContext(kv_cache.allocate(layout, model.dtype, model.device), backend)
+    table = torch.arange(num_blocks, dtype=torch.int32, device=model.device)
+    positions = torch.arange(num_tokens, device=model.device)
+    with torch.inference_mode():
+        models.forward(
+            model,
+            context,
+            models.one_row(0, num_tokens, table, block_size),
+            torch.zeros_like(positions),
+            positions,
+            positions[:num_seqs],
+        )
+    torch.cuda.synchronize(model.device)
+    del context
+    torch.cuda.empty_cache()
+
+
+def measure(runner: ModelRunner) -> StepCost:
+    """Warms up with a decode and the largest prefill chunk, and times both."""
+    info = runner.info
+    size = info.cache_group.block_size
+    longest = min(info.max_num_batched_tokens, info.max_model_len)
+    blocks = range(-(-longest // size))
+    greedy = SamplingSpec(max_tokens=1)
+
+    def best_us(num_tokens: int) -> float:
+        row = ScheduledRow(
+            slot=0,
+            token_ids=[1 % info.vocab_size] * num_tokens,
+            start=0,
+            block_ids=blocks,
+            samples=True,
+            output_position=0,
+            sampling=greedy,
+        )
+        times = []
+        for _ in range(WARM_UP_RUNS + MEASURED_RUNS):
+            began = time.perf_counter_ns()
+            runner.run([row])
+            times.append((time.perf_counter_ns() - began) / 1000)
+        return min(times[WARM_UP_RUNS:])
+
+    one, many = best_us(1), best_us(longest)
+    token_us = max(0.0, (many - one) / (longest - 1)) if longest > 1 else 0.0
+    return StepCost(step_us=max(0.0, one - token_us), token_us=token_us)
