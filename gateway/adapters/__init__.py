@@ -1,0 +1,1 @@
+"""What stands behind the ports: Redis, the workers' token streams, the tokenizer."""

@@ -1,0 +1,265 @@
+"""The queue in Redis: admission, superseding, cancels, notices, this gateway's registration.
+
+Three connections' worth of work: commands of requests, the once-a-second registration (whose
+failure says at once that Redis is away), and the notices reader, which blocks on its own client.
+No command per token.
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from gateway import codec
+from gateway.core.errors import QueueFullError, UnavailableError
+from gateway.core.types import Admission, Notice, QueuedRequest, RequestId
+from servicekit import logs, redis_client, redis_keys
+
+MAX_PENDING_CANCELS = 65_536
+CANCELS_PER_ROUND = 256
+ANNOUNCE_S = 1.0
+NOTICES_PER_READ = 256
+RETRY_S = 0.5
+_FAILURES = (RedisError, OSError, TimeoutError)
+
+# KEYS requests, backlog. ARGV entry, life in ms, most requests, most tokens, tokens of this one,
+# wake channel. Answers {1, entry id, deadline} or {0, bound reached, tokens waiting, tokens/s}.
+_ADMIT = """
+local waiting = tonumber(redis.call('HGET', KEYS[2], 'tokens') or '0') or 0
+local rate = redis.call('HGET', KEYS[2], 'tokens_per_s') or '0'
+if redis.call('XLEN', KEYS[1]) >= tonumber(ARGV[3]) then
+  return {0, 'requests', tostring(waiting), rate}
+end
+if waiting + tonumber(ARGV[5]) > tonumber(ARGV[4]) then
+  return {0, 'tokens', tostring(waiting), rate}
+end
+local now = redis.call('TIME')
+local deadline = now[1] * 1000 + math.floor(now[2] / 1000) + tonumber(ARGV[2])
+local text = string.format('%.0f', deadline)
+local id = redis.call('XADD', KEYS[1], '*', 'entry', ARGV[1], 'deadline_ms', text)
+redis.call('PUBLISH', ARGV[6], '1')
+return {1, id, text}
+"""
+
+# KEYS requests. ARGV old entry id, entry, deadline, group, wake channel. Answers the new entry id.
+_SUPERSEDE = """
+redis.pcall('XACK', KEYS[1], ARGV[4], ARGV[1])
+redis.call('XDEL', KEYS[1], ARGV[1])
+local id = redis.call('XADD', KEYS[1], '*', 'entry', ARGV[2], 'deadline_ms', ARGV[3])
+redis.call('PUBLISH', ARGV[5], '1')
+return id
+"""
+
+
+class RedisQueue:
+    """RequestQueue. `run` must be running."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        gateway_id: str,
+        reply_to: bytes,
+        max_requests: int,
+        max_tokens: int,
+        life_s: float,
+    ) -> None:
+        self._redis = redis_client.connect(url)
+        self._blocking = redis_client.connect(url, blocking=True)
+        self._admit = self._redis.register_script(_ADMIT)
+        self._supersede = self._redis.register_script(_SUPERSEDE)
+        self._model = model
+        self._gateway_id = gateway_id
+        self._reply_to = reply_to
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._life_ms = math.ceil(life_s * 1000)
+        self._requests = redis_keys.requests(model)
+        self._wake = redis_keys.wake(model)
+        self._cancels: deque[RequestId] = deque(maxlen=MAX_PENDING_CANCELS)
+        self._cancel_news = asyncio.Event()
+        self._available = False
+        self._log = logs.get_logger("gateway.queue")
+
+    @property
+    def redis(self) -> Redis:
+        """The client for commands that do not block."""
+        return self._redis
+
+    @property
+    def available(self) -> bool:
+        """Redis answered last time."""
+        return self._available
+
+    async def admit(self, request: QueuedRequest) -> Admission:
+        """Adds a request. Raises QueueFullError at the bound, UnavailableError without Redis."""
+        if not self._available:
+            raise _away()
+        entry = codec.encode_request(request, self._gateway_id, self._reply_to)
+        num_tokens = len(request.prompt_token_ids)
+        args: list[bytes | str | int | float] = [
+            entry,
+            self._life_ms,
+            self._max_requests,
+            self._max_tokens,
+            num_tokens,
+            self._wake,
+        ]
+        try:
+            reply = await self._admit(
+                keys=[self._requests, redis_keys.backlog(self._model)], args=args
+            )
+        except _FAILURES as error:
+            self._set_available(False, error)
+            raise _away() from error
+        if reply[0] == 1:
+            return Admission(entry_id=reply[1].decode(), deadline_ms=int(reply[2]))
+        raise _full(reply[1].decode(), float(reply[2]), float(reply[3]))
+
+    async def supersede(self, old: Admission, request: QueuedRequest) -> Admission:
+        """Replaces an entry by a later attempt. Never refused; raises UnavailableError."""
+        entry = codec.encode_request(request, self._gateway_id, self._reply_to)
+        args: list[bytes | str | int | float] = [
+            old.entry_id,
+            entry,
+            old.deadline_ms,
+            redis_keys.GROUP,
+            self._wake,
+        ]
+        try:
+            entry_id = await self._supersede(keys=[self._requests], args=args)
+        except _FAILURES as error:
+            raise _away() from error
+        return Admission(entry_id=entry_id.decode(), deadline_ms=old.deadline_ms)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Tells the scheduler. At the bound the oldest cancel is dropped.
+
+        Its request then runs until its tokens come here, where nobody knows it, and is cancelled
+        on the worker.
+        """
+        self._cancels.append(request_id)
+        self._cancel_news.set()
+
+    async def run(self, on_notice: Callable[[Notice], None]) -> None:
+        """Registration, cancels and notices, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._announce())
+            group.create_task(self._send_cancels())
+            group.create_task(self._read_notices(on_notice))
+
+    async def start(self) -> None:
+        """The first registration. Raises the client's error if Redis is not there."""
+        await redis_client.require_noeviction(self._redis)
+        await self._announce_once()
+        self._set_available(True)
+
+    async def close(self) -> None:
+        """Withdraws the registration, if Redis answers, and closes."""
+        try:
+            await redis_client.withdraw(self._redis, self._model, "gateway", self._gateway_id)
+            await self._redis.delete(redis_keys.notices(self._model, self._gateway_id))
+        except _FAILURES as error:
+            self._log.warning("withdraw_failed", error=type(error).__name__)
+        await self._redis.aclose()
+        await self._blocking.aclose()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Gives cancels a moment to leave before the end."""
+        for _ in range(max(1, int(timeout_s / 0.05))):
+            if not self._cancels:
+                return
+            await asyncio.sleep(0.05)
+
+    async def _announce_once(self) -> None:
+        record = codec.encode_gateway(self._gateway_id)
+        await redis_client.announce(self._redis, self._model, "gateway", self._gateway_id, record)
+
+    async def _announce(self) -> None:
+        while True:
+            try:
+                await self._announce_once()
+                self._set_available(True)
+            except _FAILURES as error:
+                self._set_available(False, error)
+            await asyncio.sleep(ANNOUNCE_S)
+
+    async def _send_cancels(self) -> None:
+        while True:
+            await self._cancel_news.wait()
+            self._cancel_news.clear()
+            while self._cancels:
+                some = list(self._cancels)[:CANCELS_PER_ROUND]
+                try:
+                    async with self._redis.pipeline(transaction=True) as pipe:
+                        for request_id in some:
+                            entry = codec.encode_cancel(request_id)
+                            # No deadline: a cancel is handled when read.
+                            fields: Any = {"entry": entry, "deadline_ms": 0}
+                            pipe.xadd(self._requests, fields)
+                        pipe.publish(self._wake, "1")
+                        await pipe.execute()
+                except _FAILURES as error:
+                    self._set_available(False, error)
+                    await asyncio.sleep(ANNOUNCE_S)
+                    continue
+                sent = set(some)
+                self._cancels = deque(
+                    (i for i in self._cancels if i not in sent), maxlen=MAX_PENDING_CANCELS
+                )
+
+    async def _read_notices(self, on_notice: Callable[[Notice], None]) -> None:
+        key = redis_keys.notices(self._model, self._gateway_id)
+        last = b"0"
+        while True:
+            try:
+                found = await self._blocking.xread(
+                    {key: last}, count=NOTICES_PER_READ, block=redis_client.BLOCK_MS
+                )
+            except _FAILURES:
+                await asyncio.sleep(RETRY_S)
+                continue
+            for entry_id, fields in _entries(found):
+                last = entry_id
+                try:
+                    notice = codec.decode_notice(fields[b"notice"])
+                except (codec.DecodeError, KeyError):
+                    self._log.error("bad_notice", entry_id=entry_id.decode())
+                    continue
+                on_notice(notice)
+
+    def _set_available(self, available: bool, error: BaseException | None = None) -> None:
+        if available != self._available:
+            self._available = available
+            if available:
+                self._log.info("redis_available")
+            else:
+                self._log.warning("redis_away", error=type(error).__name__)
+
+
+def _entries(found: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Entries of the one stream read, in the client's older and newer reply forms."""
+    if not found:
+        return []
+    streams = found.values() if isinstance(found, dict) else [pair[1] for pair in found]
+    entries: list[tuple[bytes, dict[bytes, bytes]]] = []
+    for stream in streams:
+        nested = stream and isinstance(stream[0], list)
+        entries += cast("list[tuple[bytes, dict[bytes, bytes]]]", stream[0] if nested else stream)
+    return entries
+
+
+def _away() -> UnavailableError:
+    return UnavailableError("The request queue is not available now; try again.")
+
+
+def _full(bound: str, waiting: float, rate: float) -> QueueFullError:
+    retry = math.ceil(waiting / rate) if rate > 0 else 1
+    return QueueFullError(
+        f"The queue is full: its bound of {bound} is reached.", retry_after_s=min(max(retry, 1), 60)
+    )

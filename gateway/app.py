@@ -1,0 +1,206 @@
+"""Composition root: builds everything, runs it, ends it in order."""
+
+import asyncio
+import secrets
+import socket
+
+import grpc.aio
+import uvicorn
+from quire.v1 import inference_pb2_grpc
+from redis.exceptions import RedisError
+from starlette.types import ASGIApp
+
+from gateway.adapters.queue_redis import RedisQueue
+from gateway.adapters.tokenizer_hf import HfTokenizer, ModelFilesError, load_model
+from gateway.adapters.tokens_grpc import TokensFleet
+from gateway.core.types import ModelInfo
+from gateway.engine import Engine, EngineConfig
+from gateway.grpc_service import SERVICE_NAME, InferenceService
+from gateway.metrics import GatewayMetrics
+from gateway.rest.routes import Rest
+from gateway.settings import GatewaySettings
+from servicekit import logs, model_files
+from servicekit.grpc_server import Server
+from servicekit.metrics import new_registry
+from servicekit.ops import OpsServer
+
+BACKLOG = 2048
+# After the drain: time for the last frames and cancels to leave.
+LAST_WORDS_S = 2.0
+START_RETRY_S = 0.5
+
+
+class RestServer:
+    """uvicorn inside this process's loop; signals stay with the process."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(LAST_WORDS_S),
+        )
+        self._server = uvicorn.Server(config)
+
+    def listen(self, host: str, port: int) -> socket.socket:
+        """Binds; raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Until `stop`."""
+        await self._server._serve([listener])
+
+    def stop(self) -> None:
+        """Closes the listener and, after a moment, the connections."""
+        self._server.should_exit = True
+
+
+class Gateway:
+    """The process's parts."""
+
+    def __init__(self, settings: GatewaySettings, model: ModelInfo, tokenizer: HfTokenizer) -> None:
+        self._settings = settings
+        self._log = logs.get_logger("gateway.app")
+        gateway_id = secrets.token_hex(8)
+        reply_to = secrets.token_bytes(16)
+        registry = new_registry()
+        self._tokenizer = tokenizer
+        self.queue = RedisQueue(
+            url=settings.redis_url,
+            model=model.name,
+            gateway_id=gateway_id,
+            reply_to=reply_to,
+            max_requests=settings.max_queued_requests,
+            max_tokens=settings.max_queued_tokens,
+            life_s=settings.default_deadline_s,
+        )
+        self.fleet = TokensFleet(
+            redis=self.queue.redis,
+            model=model.name,
+            digest=model.digest,
+            gateway_id=gateway_id,
+            reply_to=reply_to,
+        )
+        self.engine = Engine(
+            model=model,
+            config=EngineConfig(
+                default_deadline_s=settings.default_deadline_s,
+                stall_s=settings.stall_s,
+                stream_buffer_tokens=settings.stream_buffer_tokens,
+            ),
+            queue=self.queue,
+            fleet=self.fleet,
+            tokenizer=tokenizer,
+            metrics=GatewayMetrics(registry, model.name),
+        )
+        self.rest = RestServer(Rest(self.engine, registry, settings.max_body_bytes).app())
+        self.grpc = Server(self._register, [SERVICE_NAME])
+        self.ops = OpsServer(registry, lambda: self.engine.ready)
+        self._log = self._log.bind(gateway_id=gateway_id)
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceService(self.engine),  # type: ignore[no-untyped-call]
+            server,
+        )
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop`, then drains. Raises OSError if a port is taken."""
+        host = self._settings.host
+        listener = self.rest.listen(host, self._settings.port)
+        self._listening("rest", int(listener.getsockname()[1]))
+        grpc_host = f"[{host}]" if ":" in host else host
+        self._listening("grpc", await self.grpc.start(grpc_host, self._settings.grpc_port))
+        self._listening("ops", await self.ops.start(host, self._settings.ops_port))
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self.queue.run(self.engine.on_notice)),
+                group.create_task(self.fleet.run(self.engine)),
+                group.create_task(self.engine.run()),
+            ]
+            server = group.create_task(self.rest.serve(listener))
+            await self._wait_for_redis(stop)
+            if not stop.is_set():
+                await self.grpc.set_serving(True)
+                self._log.info("ready")
+            await _first(stop, server)
+            await self._drain(server)
+            for task in tasks:
+                task.cancel()
+        await self.ops.stop()
+        await self.queue.close()
+        self._tokenizer.close()
+
+    async def _wait_for_redis(self, stop: asyncio.Event) -> None:
+        told = False
+        while not stop.is_set():
+            try:
+                await self.queue.start()
+                return
+            except (RedisError, OSError, TimeoutError) as error:
+                if not told:
+                    told = True
+                    self._log.warning("waiting_for_redis", error=type(error).__name__)
+                await asyncio.sleep(START_RETRY_S)
+
+    async def _drain(self, server: asyncio.Task[None]) -> None:
+        self._log.info("draining", streams=self.engine.num_live, drain_s=self._settings.drain_s)
+        self.engine.draining = True
+        await self.grpc.set_serving(False)
+        await self.engine.drain(self._settings.drain_s)
+        await self.queue.flush(LAST_WORDS_S)
+        self.rest.stop()
+        await self.grpc.stop(LAST_WORDS_S)
+        await server
+        self._log.info("drained")
+
+    def _listening(self, what: str, port: int) -> None:
+        self._log.info("listening", what=what, port=port, host=self._settings.host)
+
+
+async def _first(stop: asyncio.Event, server: asyncio.Task[None]) -> None:
+    """Waits for the order to stop, or the REST server's unexpected end."""
+    waiting = asyncio.get_running_loop().create_task(stop.wait())
+    try:
+        await asyncio.wait([waiting, server], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
+    """The whole life of the process; the exit code."""
+    log = logs.get_logger("gateway.app")
+    try:
+        folder = await asyncio.to_thread(model_files.model_dir, settings.model, weights=False)
+        name = model_files.served_name(settings.served_model_name, settings.model)
+        model, tokenizer = await asyncio.to_thread(
+            lambda: load_model(
+                folder,
+                name=name,
+                max_model_len=settings.max_model_len,
+                threads=settings.tokenizer_threads,
+            )
+        )
+    except (ModelFilesError, OSError, ValueError) as error:
+        log.error("model_not_loaded", setting="QUIRE_MODEL", why=str(error))
+        return 1
+    log.info(
+        "model_loaded",
+        model=name,
+        digest=model.digest[:16],
+        max_model_len=model.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+    )
+    code = 0
+    try:
+        await Gateway(settings, model, tokenizer).run(stop)
+    except* OSError as group:
+        log.error("cannot_listen", why=str(group.exceptions[0]))
+        code = 1
+    return code

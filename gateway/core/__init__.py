@@ -1,0 +1,1 @@
+"""The gateway's decisions: pure, without IO, clocks or generated classes."""

@@ -1,0 +1,121 @@
+"""Values that cross the gateway's modules."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NewType
+
+RequestId = NewType("RequestId", bytes)
+
+
+class FinishReason(IntEnum):
+    """Why a request ended; numbers as in quire.v1.FinishReason."""
+
+    UNSPECIFIED = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    ERROR = 4
+    REJECTED = 5
+    DEADLINE = 6
+    UNAVAILABLE = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; see quire.v1.SamplingParams."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedRequest:
+    """A request as it goes into the queue. Output is non-empty only in a later attempt."""
+
+    request_id: RequestId
+    attempt: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int] = ()
+    sampling: Sampling
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Where the queue put a request, and its deadline in Redis milliseconds."""
+
+    entry_id: str
+    deadline_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """Tokens of one step of one worker: columns, one entry per request."""
+
+    sequence: int
+    request_ids: bytes
+    attempts: Sequence[int]
+    first_positions: Sequence[int]
+    num_tokens: Sequence[int]
+    token_ids: Sequence[int]
+    finish_reasons: Sequence[int]
+    num_cached_tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """An end that no worker has said."""
+
+    request_id: RequestId
+    attempt: int
+    finish_reason: FinishReason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """A worker in the registry."""
+
+    worker_id: str
+    incarnation: int
+    address: str
+    model_digest: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminal:
+    """The one end of a request. `code` names the cause of ends that are errors."""
+
+    reason: FinishReason
+    message: str = ""
+    code: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a request has cost, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the model's files say. Defaults are for parameters a client leaves out."""
+
+    name: str
+    digest: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    default_temperature: float = 1.0
+    default_top_p: float = 1.0
+    default_top_k: int = 0

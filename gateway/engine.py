@@ -1,0 +1,457 @@
+"""What both interfaces do with a request: admit it, follow its stream, end it once.
+
+Owns the table of live requests. Everything that changes it runs on the event loop: news from
+workers and notices (EventSink), the clients' side (LiveRequest), and one sweeper for silence and
+deadlines. A request leaves the table at its end and its client's side reads what is left.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gateway.core import validation
+from gateway.core.errors import UnavailableError
+from gateway.core.output import Chunk, OutputAssembler
+from gateway.core.stream import Fed, StreamState
+from gateway.core.types import (
+    Admission,
+    FinishReason,
+    ModelInfo,
+    Notice,
+    QueuedRequest,
+    RequestId,
+    Sampling,
+    Terminal,
+    TokenBatch,
+    Usage,
+)
+from gateway.core.validation import RawRequest
+from gateway.metrics import GatewayMetrics
+from gateway.ports import Fleet, RequestQueue, TokenizerPort, WorkerLink
+from servicekit import logs
+
+BACKSTOP_S = 10.0
+SWEEP_S = 0.25
+RETRY_S = 0.5
+MAX_STRANGERS = 10_000
+DRAINING = Terminal(
+    reason=FinishReason.UNAVAILABLE, message="The gateway is shutting down.", code="draining"
+)
+CLIENT_GONE = Terminal(
+    reason=FinishReason.CANCELLED, message="The request was cancelled.", code="cancelled"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Seconds and tokens from the settings."""
+
+    default_deadline_s: float
+    stall_s: float
+    stream_buffer_tokens: int
+
+
+class LiveRequest:
+    """One accepted request. The engine writes its state, its client's side reads chunks."""
+
+    def __init__(
+        self, queued: QueuedRequest, assembler: OutputAssembler, now_s: float, life_s: float
+    ) -> None:
+        self.queued = queued
+        self.request_id = queued.request_id
+        self.state = StreamState()
+        self.assembler = assembler
+        self.admission: Admission | None = None
+        self.link: WorkerLink | None = None
+        self.arrived_s = now_s
+        self.backstop_s = now_s + life_s + BACKSTOP_S
+        self.first_token_s = 0.0
+        self.last_token_s = 0.0
+        self.num_cached_tokens = 0
+        self.superseding = False
+        self.waiting = False
+        self._news = asyncio.Event()
+
+    @property
+    def public_id(self) -> str:
+        """The id that clients see."""
+        return self.request_id.hex()
+
+    @property
+    def usage(self) -> Usage:
+        """As of the chunks read so far."""
+        return Usage(
+            prompt_tokens=len(self.queued.prompt_token_ids),
+            completion_tokens=self.assembler.num_tokens,
+            cached_tokens=self.num_cached_tokens,
+        )
+
+    def wake(self) -> None:
+        """There is something to read."""
+        self._news.set()
+
+    async def take(self) -> tuple[Sequence[int], Terminal | None]:
+        """Waits for news: tokens not taken before, and the end if there is one."""
+        if not self._news.is_set():
+            self.waiting = True
+            try:
+                await self._news.wait()
+            finally:
+                self.waiting = False
+        if self.state.end is None:
+            self._news.clear()
+        return self.state.take(), self.state.end
+
+
+class Engine:
+    """See the module's docstring. `run` must be running."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelInfo,
+        config: EngineConfig,
+        queue: RequestQueue,
+        fleet: Fleet,
+        tokenizer: TokenizerPort,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self.model = model
+        self.draining = False
+        self._config = config
+        self._queue = queue
+        self._fleet = fleet
+        self._tokenizer = tokenizer
+        self._live: dict[RequestId, LiveRequest] = {}
+        self._strangers: dict[RequestId, float] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._to_supersede: set[LiveRequest] = set()
+        self._supersede_news = asyncio.Event()
+        self._log = logs.get_logger("gateway.engine")
+        self._metrics = metrics
+        metrics.watch_streams(lambda: len(self._live))
+
+    @property
+    def num_live(self) -> int:
+        """Live requests."""
+        return len(self._live)
+
+    @property
+    def ready(self) -> bool:
+        """A new request would be served."""
+        return not self.draining and self._queue.available and self._fleet.usable
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt and output together that can be served now."""
+        offered = self._fleet.max_model_len
+        own = self.model.max_model_len
+        return own if offered is None else min(own, offered)
+
+    # The clients' side.
+
+    async def submit(self, raw: RawRequest) -> LiveRequest:
+        """Validates, tokenizes and queues. Raises GatewayError; a request it returns is live."""
+        arrived_s = time.monotonic()
+        if self.draining:
+            raise UnavailableError(DRAINING.message, code=DRAINING.code)
+        checked = validation.check(raw, self.model)
+        if checked.messages is not None:
+            prompt = await self._tokenizer.encode_chat(checked.messages)
+        elif checked.text is not None:
+            prompt = await self._tokenizer.encode_text(checked.text)
+        else:
+            prompt = checked.token_ids or ()
+        sampling = validation.fit(
+            checked, len(prompt), self.max_model_len, random_seed=secrets.randbits(64)
+        )
+        queued = QueuedRequest(
+            request_id=RequestId(secrets.token_bytes(16)),
+            attempt=1,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            priority=checked.priority,
+        )
+        live = LiveRequest(
+            queued,
+            self._assembler(checked.stops, sampling),
+            arrived_s,
+            self._config.default_deadline_s,
+        )
+        await self._admit(live)
+        self._log.info(
+            "accepted",
+            request_id=live.public_id,
+            client_request_id=raw.client_request_id[:128],
+            prompt_tokens=len(prompt),
+            max_tokens=sampling.max_tokens,
+        )
+        return live
+
+    async def next_chunk(self, live: LiveRequest) -> Chunk:
+        """The next output; the chunk with an end is the last. Ends the request at stop strings."""
+        tokens, end = await live.take()
+        chunk = live.assembler.push(tokens, end)
+        if chunk.end is not None and chunk.end is not end:
+            self._close(live, chunk.end)
+        return chunk
+
+    def cancel(self, live: LiveRequest, end: Terminal = CLIENT_GONE) -> None:
+        """Ends a request from this side; nothing happens if it has ended."""
+        self._close(live, end)
+
+    def cancel_by_id(self, public_id: str) -> bool:
+        """Ends a request by the id its client was given; False if it is not live here."""
+        try:
+            live = self._live.get(RequestId(bytes.fromhex(public_id)))
+        except ValueError:
+            return False
+        if live is None:
+            return False
+        self._close(live, CLIENT_GONE)
+        return True
+
+    async def drain(self, grace_s: float) -> None:
+        """No new requests; the live ones get grace_s, then an explicit end."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        for live in list(self._live.values()):
+            self._close(live, DRAINING)
+
+    # News (EventSink).
+
+    def on_batch(self, batch: TokenBatch, link: WorkerLink) -> None:
+        """Hands each request its tokens."""
+        now_s = time.monotonic()
+        at = 0
+        for i, attempt in enumerate(batch.attempts):
+            request_id = RequestId(batch.request_ids[16 * i : 16 * i + 16])
+            count = batch.num_tokens[i]
+            tokens = batch.token_ids[at : at + count]
+            at += count
+            live = self._live.get(request_id)
+            if live is None:
+                self._on_stranger(request_id, link, now_s)
+                continue
+            if attempt >= live.state.attempt:
+                live.link = link
+                live.num_cached_tokens = max(live.num_cached_tokens, batch.num_cached_tokens[i])
+            first, finish = batch.first_positions[i], batch.finish_reasons[i]
+            try:
+                self._feed(live, attempt, first, tokens, finish, now_s)
+            except Exception:
+                # One request's error must not reach the others of the batch.
+                self._log.exception("feed_failed", request_id=live.public_id)
+                self._close(live, Terminal(reason=FinishReason.ERROR, code="internal_error"))
+
+    def on_gap(self, link: WorkerLink) -> None:
+        """Supersedes what this worker ran; requests without a token may have lost their first."""
+        for live in list(self._live.values()):
+            if live.link is link or live.link is None:
+                self._supersede(live, "gap")
+
+    def on_notice(self, notice: Notice) -> None:
+        """Ends a request, unless the notice speaks of an attempt that is over."""
+        live = self._live.get(notice.request_id)
+        if live is None or notice.attempt < live.state.attempt:
+            return
+        end = Terminal(reason=notice.finish_reason, message=notice.message[:500])
+        if live.state.close(end) is Fed.NEWS:
+            self._finished(live, tell=False)
+
+    async def run(self) -> None:
+        """The sweeper and the superseding of requests, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sweep())
+            group.create_task(self._supersede_all())
+
+    # Inside.
+
+    def _assembler(self, stops: Sequence[str], sampling: Sampling) -> OutputAssembler:
+        return OutputAssembler(
+            self._tokenizer.detokenizer(),
+            stops=stops,
+            stop_token_ids=sampling.stop_token_ids,
+            min_tokens=sampling.min_tokens,
+        )
+
+    async def _admit(self, live: LiveRequest) -> None:
+        # Tokens may come before the script's answer, so the request is live first.
+        self._live[live.request_id] = live
+        self._idle.clear()
+        try:
+            live.admission = await self._queue.admit(live.queued)
+        except BaseException as error:
+            self._forget(live)
+            if not isinstance(error, UnavailableError | asyncio.CancelledError):
+                raise
+            # The script may have run although its answer is lost.
+            self._queue.cancel(live.request_id)
+            raise
+        if self.draining and live.state.end is None:
+            self._close(live, DRAINING)
+
+    def _feed(
+        self,
+        live: LiveRequest,
+        attempt: int,
+        first: int,
+        tokens: Sequence[int],
+        finish: int,
+        now_s: float,
+    ) -> None:
+        state = live.state
+        held, repeated = len(state.tokens), state.num_repeated
+        fed = state.feed(attempt, first, tokens, finish)
+        if state.num_repeated != repeated:
+            self._metrics.repeated_tokens.inc(state.num_repeated - repeated)
+        if fed is Fed.NEWS:
+            fresh = len(state.tokens) - held
+            if fresh:
+                self._count_tokens(live, fresh, now_s)
+            if state.end is not None:
+                self._finished(live, tell=False)
+            elif state.num_unread > self._config.stream_buffer_tokens and not live.waiting:
+                self._close(live, _slow_reader(state.num_unread))
+            else:
+                live.wake()
+        elif fed is not Fed.NOTHING:
+            if fed is Fed.DIVERGED:
+                self._metrics.divergences.inc()
+            self._supersede(live, fed.name.lower())
+
+    def _count_tokens(self, live: LiveRequest, fresh: int, now_s: float) -> None:
+        if live.last_token_s:
+            self._metrics.token_gap_s.observe(now_s - live.last_token_s)
+        else:
+            self._metrics.first_token_s.observe(now_s - live.arrived_s)
+            live.first_token_s = now_s
+        self._metrics.output_tokens.inc(fresh)
+        live.last_token_s = now_s
+
+    def _on_stranger(self, request_id: RequestId, link: WorkerLink, now_s: float) -> None:
+        """Tokens nobody waits for: the worker is told, at most once a second each."""
+        if now_s - self._strangers.get(request_id, 0.0) < 1.0:
+            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._strangers.clear()
+        self._strangers[request_id] = now_s
+        link.cancel(request_id)
+
+    def _close(self, live: LiveRequest, end: Terminal) -> None:
+        """An end that this gateway decides: the worker or the scheduler is told."""
+        if live.state.close(end) is Fed.NEWS:
+            self._finished(live, tell=True)
+
+    def _finished(self, live: LiveRequest, *, tell: bool) -> None:
+        end = live.state.end
+        assert end is not None
+        self._forget(live)
+        live.wake()
+        if tell:
+            if live.link is not None and live.link.connected:
+                live.link.cancel(live.request_id)
+            else:
+                self._queue.cancel(live.request_id)
+        now_s = time.monotonic()
+        num_prompt, num_output = len(live.queued.prompt_token_ids), len(live.state.tokens)
+        first_s = live.first_token_s - live.arrived_s if live.first_token_s else None
+        self._metrics.ended(end.reason, now_s - live.arrived_s, num_prompt, num_output)
+        self._log.info(
+            "finished",
+            request_id=live.public_id,
+            reason=end.reason.name,
+            code=end.code,
+            output_tokens=num_output,
+            attempt=live.state.attempt,
+            first_token_s=first_s and round(first_s, 4),
+            total_s=round(now_s - live.arrived_s, 4),
+        )
+
+    def _forget(self, live: LiveRequest) -> None:
+        self._live.pop(live.request_id, None)
+        self._to_supersede.discard(live)
+        if not self._live:
+            self._idle.set()
+
+    def _supersede(self, live: LiveRequest, why: str) -> None:
+        if live.superseding or live.state.end is not None:
+            return
+        if not live.state.supersede():
+            self._close(live, _lost(why))
+            return
+        self._log.warning(
+            "superseding", request_id=live.public_id, why=why, attempt=live.state.attempt
+        )
+        live.superseding = True
+        # Silence is counted anew from here.
+        live.last_token_s = live.last_token_s and time.monotonic()
+        self._to_supersede.add(live)
+        self._supersede_news.set()
+
+    async def _supersede_all(self) -> None:
+        """Puts later attempts into the queue; tries again while Redis is away."""
+        while True:
+            await self._supersede_news.wait()
+            self._supersede_news.clear()
+            for live in list(self._to_supersede):
+                if live.state.end is None and live.admission is not None:
+                    await self._supersede_one(live, live.admission)
+            if self._to_supersede:
+                await asyncio.sleep(RETRY_S)
+                self._supersede_news.set()
+
+    async def _supersede_one(self, live: LiveRequest, old: Admission) -> None:
+        request = replace(
+            live.queued, attempt=live.state.attempt, output_token_ids=list(live.state.tokens)
+        )
+        try:
+            live.admission = await self._queue.supersede(old, request)
+        except UnavailableError:
+            return
+        self._to_supersede.discard(live)
+        live.superseding = False
+        self._metrics.superseded.inc()
+        if live.state.end is not None:
+            # It ended while the script ran.
+            self._queue.cancel(live.request_id)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_s = time.monotonic()
+            for live in list(self._live.values()):
+                if now_s > live.backstop_s:
+                    self._close(live, _overdue())
+                elif live.last_token_s and now_s - live.last_token_s > self._config.stall_s:
+                    self._supersede(live, "stall")
+
+
+def _slow_reader(num_unread: int) -> Terminal:
+    return Terminal(
+        reason=FinishReason.ERROR,
+        message=f"The client read too slowly: {num_unread} tokens were waiting for it.",
+        code="slow_reader",
+    )
+
+
+def _lost(why: str) -> Terminal:
+    return Terminal(
+        reason=FinishReason.ERROR,
+        message=f"The stream could not be continued ({why}).",
+        code="stream_lost",
+    )
+
+
+def _overdue() -> Terminal:
+    return Terminal(
+        reason=FinishReason.DEADLINE,
+        message="The request's deadline passed.",
+        code="deadline_exceeded",
+    )

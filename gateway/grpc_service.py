@@ -1,0 +1,90 @@
+"""The public gRPC interface over the same engine."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from quire.v1 import inference_pb2, inference_pb2_grpc
+
+from gateway import codec
+from gateway.core.errors import (
+    DeadlineError,
+    GatewayError,
+    QueueFullError,
+    RejectReason,
+    RequestCancelledError,
+    RequestRejected,
+    UnavailableError,
+    error_of,
+)
+from gateway.engine import Engine
+from servicekit import logs
+
+SERVICE_NAME = "quire.v1.InferenceService"
+_STATUS: tuple[tuple[type[GatewayError], grpc.StatusCode], ...] = (
+    (QueueFullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (RequestCancelledError, grpc.StatusCode.CANCELLED),
+)
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def status_of(error: GatewayError) -> grpc.StatusCode:
+    """gRPC status."""
+    if isinstance(error, RequestRejected):
+        if error.reason is RejectReason.MODEL_NOT_FOUND:
+            return grpc.StatusCode.NOT_FOUND
+        return grpc.StatusCode.INVALID_ARGUMENT
+    return next((s for kind, s in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """Errors before acceptance are statuses; afterwards Finished says how it ended."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._log = logs.get_logger("gateway.grpc")
+
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Streams the answer to one prompt."""
+        try:
+            live = await self._engine.submit(codec.decode_generate(request))
+        except GatewayError as error:
+            await self._abort(context, error)
+        try:
+            yield codec.started(live.public_id, request.client_request_id)
+            while True:
+                chunk = await self._engine.next_chunk(live)
+                if chunk.text or chunk.token_ids:
+                    yield codec.delta(chunk)
+                if chunk.end is not None:
+                    break
+            error_or_none = error_of(chunk.end)
+            message = error_or_none.message if error_or_none else ""
+            yield codec.finished(chunk.end.reason, message, live.usage)
+        finally:
+            self._engine.cancel(live)
+
+    async def Cancel(  # type: ignore[override]  # noqa: N802
+        self, request: inference_pb2.CancelRequest, context: _Context
+    ) -> inference_pb2.CancelResponse:
+        """Ends a running request."""
+        return codec.cancel_response(self._engine.cancel_by_id(request.request_id[:64]))
+
+    async def ListModels(  # type: ignore[override]  # noqa: N802
+        self, request: inference_pb2.ListModelsRequest, context: _Context
+    ) -> inference_pb2.ListModelsResponse:
+        """The one model served."""
+        return codec.models(self._engine.model.name, self._engine.max_model_len)
+
+    async def _abort(self, context: _Context, error: GatewayError) -> NoReturn:
+        if isinstance(error, QueueFullError):
+            with contextlib.suppress(ValueError):
+                context.set_trailing_metadata((("retry-after", str(error.retry_after_s)),))
+        await context.abort(status_of(error), error.message)
+        raise AssertionError("abort raises")

@@ -1,0 +1,74 @@
+"""What the engine asks of the world, and what the world tells the engine."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from gateway.core.detokenizer import Detokenizer
+from gateway.core.prompt import Message
+from gateway.core.types import Admission, Notice, QueuedRequest, RequestId, TokenBatch
+
+
+class RequestQueue(Protocol):
+    """The durable queue."""
+
+    async def admit(self, request: QueuedRequest) -> Admission:
+        """Adds a request. Raises QueueFullError at the bound, UnavailableError without Redis."""
+
+    async def supersede(self, old: Admission, request: QueuedRequest) -> Admission:
+        """Replaces an entry by a later attempt. Never refused; raises UnavailableError."""
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Tells the scheduler, in the background and as soon as Redis answers."""
+
+    @property
+    def available(self) -> bool:
+        """Redis answered last time."""
+
+
+class WorkerLink(Protocol):
+    """The token stream of one worker incarnation."""
+
+    @property
+    def connected(self) -> bool:
+        """The stream is open."""
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Ends a request's row, in the background."""
+
+
+class Fleet(Protocol):
+    """The workers that this gateway can be served by."""
+
+    @property
+    def usable(self) -> bool:
+        """At least one has its stream open and is in the registry."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest context a worker offers; None while none is known."""
+
+
+class EventSink(Protocol):
+    """Takes news of requests; calls do not block."""
+
+    def on_batch(self, batch: TokenBatch, link: WorkerLink) -> None:
+        """Tokens have come."""
+
+    def on_gap(self, link: WorkerLink) -> None:
+        """Tokens of this worker are lost."""
+
+    def on_notice(self, notice: Notice) -> None:
+        """A request has ended elsewhere."""
+
+
+class TokenizerPort(Protocol):
+    """Tokenizing, off the event loop."""
+
+    async def encode_text(self, text: str) -> Sequence[int]:
+        """The tokens of a raw prompt, with the model's own opening token."""
+
+    async def encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
+        """The tokens of a conversation put through the chat template."""
+
+    def detokenizer(self) -> Detokenizer:
+        """A detokenizer for one request."""
