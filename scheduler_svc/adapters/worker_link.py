@@ -1,0 +1,492 @@
+"""One worker: dials it, keeps one session with it, resumes a broken one, says when it is lost.
+
+A life begins with WorkerJoined and ends with WorkerLost; in between the core may plan. Rules:
+
+- plans of a life go out in order, each at least until its result has come: after a broken stream
+  the worker says how far it got, and the rest is sent again;
+- results reach the core once and in order; what belongs to an older life is dropped and counted;
+- only `run` begins and ends lives, so their events are in order with the results'.
+
+Bounds: unreturned plans are bounded by the core (max_inflight_steps); reading stops while the event
+queue is full, and gRPC's flow control stops the worker.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from scheduler_svc import codec
+from scheduler_svc.adapters.loss_rules import WorkerHealth
+from scheduler_svc.core.events import (
+    RequestCancelled,
+    StepCompleted,
+    StepFailed,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSubscribed,
+)
+from scheduler_svc.core.ready import StepPlan
+from scheduler_svc.core.types import FaultScope, RequestId, WorkerId
+from scheduler_svc.ports import (
+    Cancels,
+    Clock,
+    Draining,
+    EventSink,
+    Heartbeat,
+    Hello,
+    LinkObserver,
+    Refused,
+    SnapshotChunk,
+    StepReport,
+    Subscriptions,
+    WorkerMessage,
+    WorkerRecord,
+)
+from servicekit import grpc_server
+from servicekit.logs import get_logger
+
+METHOD = "/quire.v1.WorkerService/Session"
+HELLO_TIMEOUT_S = 2.0
+SNAPSHOT_TIMEOUT_S = 10.0
+MAX_SNAPSHOT_REQUESTS = 1_000_000
+RESUME_PAUSE_S = 0.05
+DIAL_PAUSE_S = 0.5
+GIVEN_UP_PAUSE_S = 5.0
+_MAX_DEAD_INCARNATIONS = 8
+
+
+class LinkError(Exception):
+    """The worker broke the protocol, or the stream ended; the session is over."""
+
+
+_SESSION_ERRORS = (
+    LinkError,
+    grpc.aio.BaseError,
+    asyncio.InvalidStateError,  # grpc.aio raises it for a write on a stream that has ended
+    codec.MalformedError,
+    TimeoutError,
+)
+
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
+
+class EpochTooLowError(Exception):
+    """The worker has seen a leader of a higher epoch."""
+
+    def __init__(self, highest_epoch: int) -> None:
+        super().__init__(f"a worker knows epoch {highest_epoch}")
+        self.highest_epoch = highest_epoch
+
+
+@dataclass(slots=True, kw_only=True)
+class _Life:
+    """From WorkerJoined to WorkerLost."""
+
+    incarnation: int
+    health: WorkerHealth
+    gateway_ids: frozenset[str]
+    unreturned: deque[tuple[int, bytes]] = field(default_factory=deque)
+    first_step: int = 0  # 0 until the plan with `reset` has been sent
+    last_result_step: int = 0
+    snapshot_gateways: set[str] = field(default_factory=set)
+    draining: bool = False
+
+
+class WorkerLink:
+    """See the module."""
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        *,
+        epoch: int,
+        grace_ns: int,
+        clock: Clock,
+        sink: EventSink,
+        observer: LinkObserver,
+        check_digest: Callable[[WorkerId, str], None],
+    ) -> None:
+        self.worker_id = record.worker_id
+        self._record: WorkerRecord | None = record
+        self._address = record.address
+        self._epoch = epoch
+        self._grace_ns = grace_ns
+        self._clock = clock
+        self._sink = sink
+        self._observer = observer
+        self._check_digest = check_digest
+        self._log = get_logger("scheduler.worker").bind(worker=record.worker_id)
+        self._life: _Life | None = None
+        self._ending: str | None = None
+        self._session: asyncio.Task[None] | None = None
+        self._outgoing: deque[bytes] = deque()
+        self._writer: asyncio.Future[None] | None = None
+        self._kick = asyncio.Event()
+        self._pause_s = 0.0
+        self._cool_off = False
+        self._last_error = ""
+        self._dead: deque[int] = deque(maxlen=_MAX_DEAD_INCARNATIONS)
+
+    # Called by the manager and the driver; none of these waits
+
+    @property
+    def address(self) -> str:
+        """Where it was last dialled."""
+        return self._address
+
+    @property
+    def is_joined(self) -> bool:
+        """The core may plan for it."""
+        return self._life is not None
+
+    @property
+    def gateway_ids(self) -> frozenset[str]:
+        """Gateways that read its tokens."""
+        return self._life.gateway_ids if self._life else frozenset()
+
+    def announced(self, record: WorkerRecord | None) -> None:
+        """The registry's word; None if the worker is not in it."""
+        if record is not None and record.incarnation in self._dead:
+            return
+        self._record = record
+        life = self._life
+        if record is not None and life is not None and record.incarnation != life.incarnation:
+            self._dead.append(life.incarnation)
+            self._end_life("the registry names another incarnation")
+        elif record is None and life is None:
+            self._kick.set()
+
+    def send(self, plan: StepPlan) -> None:
+        """Hands a plan to the session. Without a life, or before its reset, it is dropped."""
+        life = self._life
+        if life is None or self._ending is not None:
+            return
+        if life.first_step == 0:
+            if not plan.reset:
+                return
+            life.first_step = plan.step
+            life.last_result_step = plan.step - 1
+        raw = codec.encode_plan(plan)
+        life.unreturned.append((plan.step, raw))
+        life.health.sent(plan.step, plan.num_scheduled_tokens, self._clock.now_ns())
+        self._outgoing.append(raw)
+        if self._writer is not None and not self._writer.done():
+            self._writer.set_result(None)
+        self._observer.plan_sent(len(raw))
+
+    def give_up(self) -> None:
+        """The core has given the worker up: it knows of the loss."""
+        self._cool_off = True
+        self._end_life("the core gave it up")
+
+    def check(self, now_ns: int) -> None:
+        """Applies the loss rules."""
+        if self._life is None or self._ending is not None:
+            return
+        verdict = self._life.health.check(now_ns)
+        if verdict is None:
+            return
+        if verdict.lost:
+            self._end_life(verdict.reason)
+        elif self._session is not None:
+            self._log.info("session_cut", reason=verdict.reason)
+            self._session.cancel()
+
+    def _end_life(self, reason: str) -> None:
+        if self._life is not None and self._ending is None:
+            self._ending = reason
+            self._kick.set()
+            if self._session is not None:
+                self._session.cancel()
+
+    # The link's task
+
+    async def run(self) -> None:
+        """Serves until the worker has no life and is not in the registry.
+
+        Raises EpochTooLowError.
+        """
+        while self._record is not None or self._life is not None:
+            if self._ending is None:
+                await self._serve_once()
+            if self._ending is not None:
+                await self._lose()
+            await self._pause()
+
+    async def _serve_once(self) -> None:
+        session = asyncio.get_running_loop().create_task(self._serve())
+        self._session = session
+        try:
+            await asyncio.wait({session})
+        finally:
+            self._session = None
+            session.cancel()
+            await asyncio.wait({session})
+        if self._life is not None:
+            self._life.health.stream_broken(self._clock.now_ns())
+        if session.cancelled():
+            self._pause_s = 0.0
+            return
+        error = session.exception()
+        if isinstance(error, _SESSION_ERRORS):
+            self._session_failed(error)
+        elif error is not None:
+            raise error
+
+    def _session_failed(self, error: BaseException) -> None:
+        detail = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        detail = f"{type(error).__name__}: {detail or 'no answer'}"[:200]
+        if self._life is not None or detail != self._last_error:
+            self._last_error = detail
+            self._log.info("session_failed", detail=detail, joined=self._life is not None)
+        self._pause_s = RESUME_PAUSE_S if self._life is not None else DIAL_PAUSE_S
+        if self._life is not None and self._life.draining:
+            self._end_life("it has left")
+
+    async def _lose(self) -> None:
+        life, reason = self._life, self._ending
+        assert life is not None
+        self._life = None
+        self._ending = None
+        self._outgoing.clear()
+        self._log.warning("worker_lost", reason=reason, incarnation=life.incarnation)
+        self._observer.worker_lost()
+        if self._cool_off:
+            self._pause_s, self._cool_off = GIVEN_UP_PAUSE_S, False
+        await self._sink.put(WorkerLost(now_ns=self._clock.now_ns(), worker_id=self.worker_id))
+
+    async def _pause(self) -> None:
+        seconds, self._pause_s = self._pause_s, DIAL_PAUSE_S
+        self._kick.clear()
+        if seconds <= 0 or self._ending is not None:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._kick.wait()
+        except TimeoutError:
+            pass
+
+    # One session
+
+    async def _serve(self) -> None:
+        if self._record is not None:
+            self._address = self._record.address
+        async with grpc_server.channel(self._address) as channel:
+            method: Any = channel.stream_stream(METHOD)
+            call: Call = method()
+            life = self._life
+            await call.write(
+                codec.encode_open(
+                    epoch=self._epoch,
+                    last_result_step=life.last_result_step if life else 0,
+                    incarnation=life.incarnation if life else 0,
+                )
+            )
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = await self._read_hello(call)
+            if life is not None:
+                self._resume(life, hello)
+            else:
+                life = await self._join(call, hello)
+            await self._exchange(call, life)
+
+    async def _read_hello(self, call: Call) -> Hello:
+        message = await _read(call)
+        if isinstance(message, Refused):
+            raise EpochTooLowError(message.highest_epoch)
+        if not isinstance(message, Hello):
+            raise LinkError("the first message is no Hello")
+        if not (
+            message.min_schema_revision <= codec.SCHEMA_REVISION <= message.max_schema_revision
+        ):
+            self._log.error(
+                "schema_revisions_differ",
+                worker_speaks=[message.min_schema_revision, message.max_schema_revision],
+                scheduler_speaks=codec.SCHEMA_REVISION,
+            )
+            raise LinkError("no common schema revision")
+        if message.worker_id != self.worker_id:
+            raise LinkError(f"the worker there is {message.worker_id!r}")
+        return message
+
+    def _resume(self, life: _Life, hello: Hello) -> None:
+        """The worker is the same and has all that is needed, or its life ends."""
+        oldest_needed = life.last_result_step + 1
+        applied = hello.last_applied_step
+        if hello.incarnation != life.incarnation:
+            self._dead.append(life.incarnation)
+            self._end_life("another incarnation answered")
+        elif applied < life.last_result_step and life.last_result_step >= life.first_step > 0:
+            self._end_life("it has forgotten steps")
+        elif applied >= oldest_needed > 1 and hello.first_result_step > oldest_needed:
+            self._end_life("it no longer has the results")
+        if self._ending is not None:
+            raise LinkError(self._ending)
+        self._outgoing.clear()
+        self._outgoing.extend(raw for step, raw in life.unreturned if step > applied)
+        life.health.stream_open(self._clock.now_ns())
+        self._log.info("session_resumed", resent=len(self._outgoing))
+
+    async def _join(self, call: Call, hello: Hello) -> _Life:
+        attempts: dict[RequestId, int] = {}
+        gateway_ids: set[str] = set()
+        async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
+            while True:
+                chunk = await _read(call)
+                if isinstance(chunk, Heartbeat) or chunk is None:
+                    continue
+                if not isinstance(chunk, SnapshotChunk):
+                    raise LinkError(f"{type(chunk).__name__} before the snapshot's end")
+                attempts.update(chunk.attempts)
+                gateway_ids |= chunk.gateway_ids
+                if len(attempts) > MAX_SNAPSHOT_REQUESTS:
+                    raise LinkError("the snapshot is too long")
+                if chunk.last:
+                    break
+        if self._record is not None and self._record.incarnation != hello.incarnation:
+            self._dead.append(self._record.incarnation)
+        self._check_digest(self.worker_id, hello.model_digest)
+        now_ns = self._clock.now_ns()
+        life = _Life(
+            incarnation=hello.incarnation,
+            health=WorkerHealth(cost=hello.cost, grace_ns=self._grace_ns, now_ns=now_ns),
+            gateway_ids=frozenset(gateway_ids),
+        )
+        self._outgoing.clear()
+        event = WorkerJoined(
+            now_ns=now_ns,
+            worker_id=self.worker_id,
+            capacity=hello.capacity,
+            cost=hello.cost,
+            gateway_ids=life.gateway_ids,
+            snapshot_attempts=attempts,
+        )
+        await self._sink.put(event)
+        self._life = life
+        self._last_error = ""
+        self._log.info("worker_joined", address=self._address, incarnation=hello.incarnation)
+        return life
+
+    async def _exchange(self, call: Call, life: _Life) -> None:
+        writer = asyncio.get_running_loop().create_task(self._write_plans(call))
+        try:
+            while True:
+                message = await _read(call)
+                now_ns = self._clock.now_ns()
+                life.health.heard(now_ns)
+                if isinstance(message, StepReport):
+                    await self._take_result(life, message, now_ns)
+                else:
+                    await self._take_other(life, message, now_ns)
+        finally:
+            writer.cancel()
+            await asyncio.wait({writer})
+            if not writer.cancelled() and (bug := writer.exception()) is not None:
+                raise bug
+
+    async def _write_plans(self, call: Call) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                while self._outgoing:
+                    await call.write(self._outgoing.popleft())
+                self._writer = loop.create_future()
+                await self._writer
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader learns it too, and what is unreturned goes out again
+        finally:
+            self._writer = None
+
+    async def _take_result(self, life: _Life, report: StepReport, now_ns: int) -> None:
+        stale = report.epoch != self._epoch or report.step <= life.last_result_step
+        if stale or life.first_step == 0:
+            self._observer.stale_result()
+            return
+        if not life.unreturned or report.step != life.unreturned[0][0]:
+            raise LinkError(f"result of step {report.step} follows {life.last_result_step}")
+        fault = next((f for f in report.faults if f.scope is not FaultScope.REQUEST), None)
+        if fault is None:
+            await self._sink.put(
+                StepCompleted(
+                    now_ns=now_ns,
+                    worker_id=self.worker_id,
+                    step=report.step,
+                    slots=report.slots,
+                    token_ids=report.token_ids,
+                    finished=report.finished,
+                    num_wasted_rows=report.num_wasted_rows,
+                )
+            )
+        else:
+            await self._sink.put(
+                StepFailed(
+                    now_ns=now_ns,
+                    worker_id=self.worker_id,
+                    step=report.step,
+                    scope=fault.scope,
+                    reason=f"{fault.code}: {fault.message}",
+                )
+            )
+        life.last_result_step = report.step
+        life.unreturned.popleft()
+        lag_ns = life.health.returned(now_ns)
+        self._observer.step_returned(lag_ns / 1e9, report.idle_us)
+        for fault in report.faults:
+            self._log.warning(
+                "fault",
+                step=report.step,
+                scope=fault.scope.name,
+                code=fault.code,
+                slot=fault.slot,
+                detail=fault.message[:500],
+            )
+            if fault.digest_mismatch:
+                self._observer.digest_mismatch()
+
+    async def _take_other(self, life: _Life, message: WorkerMessage | None, now_ns: int) -> None:
+        match message:
+            case Heartbeat() | None:
+                pass
+            case Cancels():
+                for request_id in message.request_ids:
+                    await self._sink.put(RequestCancelled(now_ns=now_ns, request_id=request_id))
+            case Subscriptions():
+                await self._subscribed(life, message.gateway_ids, now_ns)
+            case SnapshotChunk():  # after a resync only the gateways can be new
+                life.snapshot_gateways |= message.gateway_ids
+                if message.last:
+                    gateway_ids = frozenset(life.snapshot_gateways)
+                    life.snapshot_gateways.clear()
+                    await self._subscribed(life, gateway_ids, now_ns)
+            case Draining():
+                if not life.draining:
+                    life.draining = True
+                    self._log.info("worker_draining")
+                    event = WorkerDraining(now_ns=now_ns, worker_id=self.worker_id)
+                    await self._sink.put(event)
+            case Refused():
+                raise EpochTooLowError(message.highest_epoch)
+            case Hello() | StepReport():
+                raise LinkError(f"{type(message).__name__} out of place")
+
+    async def _subscribed(self, life: _Life, gateway_ids: frozenset[str], now_ns: int) -> None:
+        if gateway_ids != life.gateway_ids:
+            life.gateway_ids = gateway_ids
+            event = WorkerSubscribed(
+                now_ns=now_ns, worker_id=self.worker_id, gateway_ids=gateway_ids
+            )
+            await self._sink.put(event)
+
+
+async def _read(call: Call) -> WorkerMessage | None:
+    raw = await call.read()
+    if raw is grpc.aio.EOF:
+        raise LinkError(f"the worker ended the stream: {await call.details() or 'no reason'}")
+    assert isinstance(raw, bytes)
+    return codec.decode_worker_message(raw)

@@ -1,0 +1,439 @@
+"""Generated messages <-> the scheduler's dataclasses. The only module that knows both.
+
+Everything from outside is checked here: what leaves this module is safe to feed to the core.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import assert_never
+
+from google.protobuf.message import DecodeError
+from quire.v1 import common_pb2, queue_pb2, scheduler_pb2, worker_pb2
+
+from scheduler_svc.core import ready
+from scheduler_svc.core.events import RequestArrived
+from scheduler_svc.core.types import (
+    CostProfile,
+    FaultScope,
+    FinishReason,
+    RequestId,
+    SamplingSpec,
+    Slot,
+    WorkerCapacity,
+    WorkerId,
+)
+from scheduler_svc.ports import (
+    Cancels,
+    Draining,
+    FaultReport,
+    Heartbeat,
+    Hello,
+    Notice,
+    Refused,
+    SnapshotChunk,
+    StepReport,
+    Subscriptions,
+    WorkerMessage,
+    WorkerRecord,
+)
+
+SCHEMA_REVISION = 1
+KNOWN_FEATURES: frozenset[str] = frozenset()
+MAX_TOKEN_ID = 2**31 - 1
+_MAX_NAME_BYTES = 256
+_MAX_STOP_TOKENS = 4096
+_FINISH = {reason.value: reason for reason in FinishReason}
+
+
+class MalformedError(Exception):
+    """A message that breaks the contract; the text says how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelEntry:
+    """A queue entry that ends a request."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadEntry:
+    """A queue entry that can't be scheduled. `notice` is None if nobody can be told."""
+
+    problem: str
+    notice: Notice | None
+
+
+# Queue
+
+
+def decode_entry(
+    fields: Mapping[bytes, bytes],
+    *,
+    entry_id: str,
+    now_ns: int,
+    to_deadline_ns: Callable[[int], int],
+) -> RequestArrived | CancelEntry | BadEntry:
+    """One entry of the request stream. Never raises for what the entry holds.
+
+    to_deadline_ns turns Redis milliseconds into the clock of now_ns.
+    """
+    raw = fields.get(b"entry")
+    if raw is None:
+        return BadEntry(problem="no field `entry`", notice=None)
+    try:
+        entry = queue_pb2.QueueEntry.FromString(raw)
+    except DecodeError:
+        return BadEntry(problem="not a QueueEntry", notice=None)
+    kind = entry.WhichOneof("kind")
+    if kind == "cancel":
+        request_id = entry.cancel.request_id
+        if len(request_id) != 16:
+            return BadEntry(problem="request_id must have 16 bytes", notice=None)
+        return CancelEntry(request_id=RequestId(request_id))
+    if kind != "request":
+        return BadEntry(problem="neither a request nor a cancel", notice=None)
+    request = entry.request
+    try:
+        deadline_ns = to_deadline_ns(_deadline_ms(fields.get(b"deadline_ms", b"")))
+        return _arrival(request, entry_id, deadline_ns, now_ns)
+    except MalformedError as error:
+        return BadEntry(problem=str(error), notice=_rejection(request, str(error)))
+
+
+def _arrival(
+    request: queue_pb2.QueuedRequest, entry_id: str, deadline_ns: int, now_ns: int
+) -> RequestArrived:
+    _require(len(request.request_id) == 16, "request_id must have 16 bytes")
+    _require(1 <= request.attempt <= MAX_TOKEN_ID, "attempt must be at least 1")
+    _require(_good_name(request.gateway_id), "gateway_id must have 1 to 256 bytes")
+    _require(len(request.reply_to) == 16, "reply_to must have 16 bytes")
+    unknown = sorted(set(request.required_features) - KNOWN_FEATURES)
+    _require(not unknown, "required features are not known here: " + ", ".join(unknown)[:200])
+    _require(len(request.cache_salt) <= _MAX_NAME_BYTES, "cache_salt must have at most 256 bytes")
+    _require(len(request.traceparent) <= _MAX_NAME_BYTES, "traceparent is too long")
+    prompt, output = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
+    _require(len(prompt) >= 1, "prompt_token_ids must not be empty")
+    _require(max(prompt) <= MAX_TOKEN_ID, "prompt_token_ids must be below 2^31")
+    _require(not output or max(output) <= MAX_TOKEN_ID, "output_token_ids must be below 2^31")
+    _require(request.HasField("sampling"), "sampling is missing")
+    sampling = _sampling(request.sampling)
+    _require(len(output) < sampling.max_tokens, "output_token_ids reach max_tokens already")
+    return RequestArrived(
+        now_ns=now_ns,
+        request_id=RequestId(request.request_id),
+        entry_id=entry_id,
+        attempt=request.attempt,
+        gateway_id=request.gateway_id,
+        reply_to=request.reply_to,
+        prompt_token_ids=prompt,
+        output_token_ids=output,
+        sampling=sampling,
+        priority=request.priority,
+        deadline_ns=deadline_ns,
+        cache_salt=request.cache_salt,
+        traceparent=request.traceparent,
+    )
+
+
+def _deadline_ms(raw: bytes) -> int:
+    # Redis milliseconds have 13 digits until the year 2286.
+    _require(raw.isdigit() and 1 <= len(raw) <= 15, "deadline_ms must be Redis time in ms")
+    return int(raw)
+
+
+def _sampling(params: common_pb2.SamplingParams) -> SamplingSpec:
+    _require(1 <= params.max_tokens <= MAX_TOKEN_ID, "max_tokens must be from 1 to 2^31-1")
+    good = math.isfinite(params.temperature) and params.temperature >= 0.0
+    _require(good, "temperature must be finite and not negative")
+    _require(0.0 < params.top_p <= 1.0, "top_p must be in (0, 1]")
+    _require(params.top_k <= MAX_TOKEN_ID, "top_k must be below 2^31")
+    _require(params.min_tokens <= params.max_tokens, "min_tokens must not exceed max_tokens")
+    stops = tuple(params.stop_token_ids)
+    _require(len(stops) <= _MAX_STOP_TOKENS, "too many stop_token_ids")
+    _require(not stops or max(stops) <= MAX_TOKEN_ID, "stop_token_ids must be below 2^31")
+    return SamplingSpec(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        stop_token_ids=stops,
+        min_tokens=params.min_tokens,
+    )
+
+
+def _rejection(request: queue_pb2.QueuedRequest, problem: str) -> Notice | None:
+    if len(request.request_id) != 16 or not _good_name(request.gateway_id):
+        return None
+    return Notice(
+        gateway_id=request.gateway_id,
+        request_id=RequestId(request.request_id),
+        attempt=request.attempt,
+        reason=FinishReason.REJECTED,
+        message=problem,
+    )
+
+
+def _good_name(name: str) -> bool:
+    return 1 <= len(name.encode()) <= _MAX_NAME_BYTES
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise MalformedError(problem)
+
+
+def encode_notice(notice: Notice) -> bytes:
+    """The value of field `notice` in a gateway's notice stream."""
+    return queue_pb2.Notice(
+        request_id=notice.request_id,
+        attempt=notice.attempt,
+        finish_reason=common_pb2.FinishReason.ValueType(notice.reason.value),
+        message=notice.message,
+    ).SerializeToString()
+
+
+def decode_worker_record(raw: bytes) -> WorkerRecord:
+    """A worker's registry value. Raises MalformedError."""
+    try:
+        record = queue_pb2.WorkerRecord.FromString(raw)
+    except DecodeError as error:
+        raise MalformedError("not a WorkerRecord") from error
+    _require(_good_name(record.worker_id), "worker_id must have 1 to 256 bytes")
+    _require(_good_name(record.address), "address must have 1 to 256 bytes")
+    _require(record.incarnation != 0, "incarnation must not be 0")
+    return WorkerRecord(
+        worker_id=WorkerId(record.worker_id),
+        incarnation=record.incarnation,
+        address=record.address,
+        model_digest=record.model_digest,
+    )
+
+
+# Session, outgoing
+
+
+def encode_open(*, epoch: int, last_result_step: int, incarnation: int) -> bytes:
+    """First message of a session."""
+    return worker_pb2.SessionRequest(
+        open=worker_pb2.Open(
+            epoch=epoch,
+            min_schema_revision=SCHEMA_REVISION,
+            max_schema_revision=SCHEMA_REVISION,
+            last_result_step=last_result_step,
+            incarnation=incarnation,
+        )
+    ).SerializeToString()
+
+
+def encode_plan(plan: ready.StepPlan) -> bytes:
+    """A step plan as a session message."""
+    message = worker_pb2.SessionRequest()
+    out = message.plan
+    out.epoch = plan.epoch
+    out.step = plan.step
+    out.based_on_step = plan.based_on_step
+    out.num_steps = 1
+    out.reset = plan.reset
+    out.digest = plan.digest
+    if plan.releases:
+        out.release_slots.extend(plan.releases)
+    for admit in plan.admits:
+        _fill_admit(out.admits.add(), admit)
+    if plan.changed:
+        slots, numbers = zip(*plan.changed, strict=True)
+        out.changed_slots.extend(slots)
+        out.changed_num_tokens.extend(numbers)
+    if plan.growth:
+        slots, blocks = zip(*plan.growth, strict=True)
+        out.grow_slots.extend(slots)
+        out.grow_block_ids.extend(blocks)
+    return message.SerializeToString()
+
+
+def _fill_admit(out: worker_pb2.Admit, admit: ready.Admit) -> None:
+    out.slot = admit.slot
+    out.generation = admit.generation
+    out.request_id = admit.request_id
+    out.attempt = admit.attempt
+    out.reply_to = admit.reply_to
+    out.token_ids.extend(admit.token_ids)
+    out.prompt_len = admit.prompt_len
+    out.emit_from = admit.emit_from
+    out.num_computed_tokens = admit.num_computed_tokens
+    out.num_cached_tokens = admit.num_cached_tokens
+    out.block_ids.extend(admit.block_ids)
+    out.kind = worker_pb2.Admit.KIND_GENERATE
+    out.traceparent = admit.traceparent
+    sampling = out.sampling
+    sampling.max_tokens = admit.sampling.max_tokens
+    sampling.temperature = admit.sampling.temperature
+    sampling.top_p = admit.sampling.top_p
+    sampling.top_k = admit.sampling.top_k
+    sampling.seed = admit.sampling.seed
+    sampling.stop_token_ids.extend(admit.sampling.stop_token_ids)
+    sampling.min_tokens = admit.sampling.min_tokens
+
+
+# Session, incoming
+
+
+def decode_worker_message(raw: bytes) -> WorkerMessage | None:
+    """A message of a worker; None for a kind of a later revision. Raises MalformedError."""
+    try:
+        message = worker_pb2.SessionResponse.FromString(raw)
+    except DecodeError as error:
+        raise MalformedError("not a SessionResponse") from error
+    kind = message.WhichOneof("kind")
+    match kind:
+        case "result":
+            return _step_report(message.result)
+        case "heartbeat":
+            return Heartbeat(last_step=message.heartbeat.last_step, busy=message.heartbeat.busy)
+        case "cancels":
+            return Cancels(request_ids=_request_ids(message.cancels.request_ids))
+        case "subscriptions":
+            return Subscriptions(gateway_ids=frozenset(message.subscriptions.gateway_ids))
+        case "hello":
+            return _hello(message.hello)
+        case "snapshot":
+            return _snapshot(message.snapshot)
+        case "draining":
+            return Draining()
+        case "refused":
+            return Refused(highest_epoch=message.refused.highest_epoch)
+        case None:
+            return None
+        case _:
+            assert_never(kind)
+
+
+def _step_report(result: worker_pb2.StepResult) -> StepReport:
+    slots, token_ids = tuple(result.slots), tuple(result.token_ids)
+    _require(len(slots) == len(token_ids), "columns slots and token_ids differ in length")
+    finished: tuple[tuple[Slot, FinishReason], ...] = ()
+    if result.finished_slots:
+        reasons = [_FINISH.get(int(r)) for r in result.finish_reasons]
+        _require(len(reasons) == len(result.finished_slots), "columns of ends differ in length")
+        pairs = zip(result.finished_slots, reasons, strict=True)
+        finished = tuple((Slot(s), r or FinishReason.ERROR) for s, r in pairs)
+    faults = tuple(_fault(f) for f in result.faults) if result.faults else ()
+    return StepReport(
+        epoch=result.epoch,
+        step=result.step,
+        slots=slots,  # type: ignore[arg-type]  # a NewType; wrapping each would cost per token
+        token_ids=token_ids,
+        finished=finished,
+        num_wasted_rows=result.num_wasted_rows,
+        faults=faults,
+        idle_us=result.times.idle_us,
+    )
+
+
+def _fault(fault: worker_pb2.Fault) -> FaultReport:
+    scopes = {scope.value: scope for scope in FaultScope}
+    return FaultReport(
+        scope=scopes.get(int(fault.scope), FaultScope.WORKER),
+        code=_code_name(int(fault.code)),
+        slot=fault.slot,
+        message=fault.message,
+        digest_mismatch=fault.code == worker_pb2.Fault.CODE_DIGEST_MISMATCH,
+    )
+
+
+def _code_name(code: int) -> str:
+    known = worker_pb2.Fault.Code.DESCRIPTOR.values_by_number
+    return known[code].name.removeprefix("CODE_") if code in known else str(code)
+
+
+def _hello(hello: worker_pb2.Hello) -> Hello:
+    _require(_good_name(hello.worker_id), "worker_id must have 1 to 256 bytes")
+    _require(hello.incarnation != 0, "incarnation must not be 0")
+    _require(len(hello.cache_groups) == 1, "exactly one cache group is supported")
+    group = hello.cache_groups[0]
+    _require(group.block_size >= 1, "block_size must be at least 1")
+    _require(group.num_device_blocks >= 1, "num_device_blocks must be at least 1")
+    _require(hello.num_slots >= 1, "num_slots must be at least 1")
+    _require(hello.max_num_batched_tokens >= 1, "max_num_batched_tokens must be at least 1")
+    _require(hello.max_model_len >= 1, "max_model_len must be at least 1")
+    return Hello(
+        min_schema_revision=hello.min_schema_revision,
+        max_schema_revision=hello.max_schema_revision,
+        worker_id=WorkerId(hello.worker_id),
+        incarnation=hello.incarnation,
+        model_digest=hello.model_digest,
+        capacity=WorkerCapacity(
+            num_slots=hello.num_slots,
+            num_blocks=group.num_device_blocks,
+            block_size=group.block_size,
+            max_num_batched_tokens=hello.max_num_batched_tokens,
+            max_model_len=hello.max_model_len,
+        ),
+        cost=CostProfile(
+            step_us=_cost(hello.cost.step_us),
+            token_us=_cost(hello.cost.token_us),
+        ),
+        last_applied_step=hello.last_applied_step,
+        first_result_step=hello.first_result_step,
+    )
+
+
+def _cost(value: float) -> float:
+    return value if math.isfinite(value) and value > 0.0 else 0.0
+
+
+def _snapshot(snapshot: worker_pb2.Snapshot) -> SnapshotChunk:
+    attempts: dict[RequestId, int] = {}
+    for state in snapshot.slots:
+        _raise_attempt(attempts, state.request_id, state.attempt)
+    for ended in snapshot.recent_finishes:
+        _raise_attempt(attempts, ended.request_id, ended.attempt)
+    return SnapshotChunk(
+        attempts=attempts,
+        gateway_ids=frozenset(snapshot.gateway_ids),
+        last=snapshot.last,
+    )
+
+
+def _raise_attempt(attempts: dict[RequestId, int], request_id: bytes, attempt: int) -> None:
+    key = RequestId(request_id)
+    attempts[key] = max(attempt, attempts.get(key, 0))
+
+
+def _request_ids(ids: Iterable[bytes]) -> tuple[RequestId, ...]:
+    return tuple(RequestId(i) for i in ids if len(i) == 16)
+
+
+# Administration
+
+
+def encode_snapshot(
+    *,
+    leader: bool,
+    view: ready.CoreView | None,
+    stats: ready.CoreStats | None,
+    addresses: Mapping[WorkerId, str],
+) -> scheduler_pb2.SnapshotResponse:
+    """The answer of SchedulerService.Snapshot."""
+    response = scheduler_pb2.SnapshotResponse(leader=leader)
+    if view is None or stats is None:
+        return response
+    response.epoch = view.epoch
+    response.num_requests_waiting = view.num_waiting
+    response.num_requests_running = view.num_running
+    response.num_preemptions = stats.num_preemptions
+    response.num_recovered = stats.num_recovered
+    for worker in view.workers:
+        response.workers.add(
+            worker_id=worker.worker_id,
+            address=addresses.get(worker.worker_id, ""),
+            num_requests_running=worker.num_running,
+            num_blocks_used=worker.num_blocks_used,
+            num_blocks=worker.num_blocks,
+            num_steps_in_flight=worker.num_steps_in_flight,
+            last_step=worker.last_step,
+            draining=worker.draining,
+        )
+    return response

@@ -1,0 +1,175 @@
+"""Prometheus metrics of the scheduler.
+
+Counters and gauges are read from the core when they are scraped; histograms see every finish, plan
+and result. Names that start with `vllm:` mean what they mean there.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from scheduler_svc.core.ready import CoreStats, CoreView, Finish, Ready
+from servicekit.metrics import LATENCY_BUCKETS_S, SIZE_BUCKETS, STEP_BUCKETS_S
+
+_PREEMPTION_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """State at one scrape; the core's part is None while this process does not lead."""
+
+    stats: CoreStats | None
+    view: CoreView | None
+    num_finishes_pending: int
+    num_events_queued: int
+
+
+class SchedulerMetrics:
+    """Implements ports.RoundObserver and ports.LinkObserver."""
+
+    def __init__(
+        self, registry: CollectorRegistry, model_name: str, sample: Callable[[], Sample]
+    ) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
+            return metric.labels(model_name)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ["model_name"], registry=registry).labels(model_name)
+
+        self._queue_time = histogram(
+            "vllm:request_queue_time_seconds", "Arrival to first plan.", LATENCY_BUCKETS_S
+        )
+        self._prefill_time = histogram(
+            "vllm:request_prefill_time_seconds", "First plan to first token.", LATENCY_BUCKETS_S
+        )
+        self._decode_time = histogram(
+            "vllm:request_decode_time_seconds", "First token to the end.", LATENCY_BUCKETS_S
+        )
+        self._preemptions = histogram(
+            "vllm:request_num_preemptions", "Preemptions of a request.", _PREEMPTION_BUCKETS
+        )
+        self._step_tokens = histogram(
+            "vllm:iteration_tokens_total", "Tokens planned in a step.", SIZE_BUCKETS
+        )
+        self._plan_bytes = histogram("quire:plan_bytes", "Size of a plan.", SIZE_BUCKETS)
+        self._plan_to_result = histogram(
+            "quire:plan_to_result_seconds", "Plan sent to result received.", STEP_BUCKETS_S
+        )
+        self._plan_time = histogram(
+            "quire:plan_seconds", "Time in the core, per round of events.", STEP_BUCKETS_S
+        )
+        self._worker_idle = histogram(
+            "quire:worker_idle_seconds", "A worker's wait for its next plan.", STEP_BUCKETS_S
+        )
+        self._lost = counter("quire:worker_lost", "Workers declared lost.")
+        self._stale = counter("quire:stale_results", "Results of an older life, dropped.")
+        self._mismatches = counter("quire:digest_mismatches", "Plans refused for their digest.")
+        registry.register(_CoreCollector(model_name, sample))
+
+    def round_done(self, ready: Ready, core_s: float) -> None:
+        """A round of the driver."""
+        self._plan_time.observe(core_s)
+        for plan in ready.plans:
+            self._step_tokens.observe(plan.num_scheduled_tokens)
+        for finish in ready.finishes:
+            self._finished(finish)
+
+    def _finished(self, finish: Finish) -> None:
+        self._preemptions.observe(finish.num_preemptions)
+        if finish.first_scheduled_ns is None:
+            return
+        self._queue_time.observe((finish.first_scheduled_ns - finish.arrived_ns) / 1e9)
+        if finish.first_token_ns is None:
+            return
+        self._prefill_time.observe((finish.first_token_ns - finish.first_scheduled_ns) / 1e9)
+        self._decode_time.observe((finish.finished_ns - finish.first_token_ns) / 1e9)
+
+    def plan_sent(self, num_bytes: int) -> None:
+        """A plan was handed to its session."""
+        self._plan_bytes.observe(num_bytes)
+
+    def step_returned(self, seconds: float, idle_us: int) -> None:
+        """A result came."""
+        self._plan_to_result.observe(seconds)
+        self._worker_idle.observe(idle_us / 1e6)
+
+    def stale_result(self) -> None:
+        """A result was dropped before the core."""
+        self._stale.inc()
+
+    def digest_mismatch(self) -> None:
+        """A worker's tables differ from the core's."""
+        self._mismatches.inc()
+
+    def worker_lost(self) -> None:
+        """A worker was declared lost."""
+        self._lost.inc()
+
+
+class _CoreCollector(Collector):
+    """Reads the core at scrape."""
+
+    def __init__(self, model_name: str, sample: Callable[[], Sample]) -> None:
+        self._model_name = model_name
+        self._sample = sample
+
+    def describe(self) -> Iterable[Metric]:
+        """Names only, so that registering does not read the core."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, with zeros while this process does not lead."""
+        sample = self._sample()
+        stats = sample.stats or CoreStats()
+        view = sample.view or CoreView(
+            epoch=0, num_waiting=0, num_running=0, backlog_tokens=0, workers=()
+        )
+        num_used = sum(worker.num_blocks_used for worker in view.workers)
+        num_blocks = sum(worker.num_blocks for worker in view.workers)
+        in_flight = sum(worker.num_steps_in_flight for worker in view.workers)
+        share = num_used / num_blocks if num_blocks else 0.0
+        gauges = (
+            ("vllm:num_requests_running", "Requests in slots.", view.num_running),
+            ("vllm:num_requests_waiting", "Requests without a slot.", view.num_waiting),
+            ("vllm:num_requests_swapped", "Requests in host memory.", 0),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", share),
+            ("quire:blocks_used", "KV blocks owned by requests.", num_used),
+            ("quire:blocks", "KV blocks of all workers.", num_blocks),
+            ("quire:slots_used", "Slots owned by requests.", view.num_running),
+            ("quire:steps_in_flight", "Plans that have not returned.", in_flight),
+            ("quire:workers", "Workers with a session.", len(view.workers)),
+            ("quire:backlog_tokens", "Tokens still to compute at most.", view.backlog_tokens),
+            ("quire:epoch", "Epoch of this leader, 0 for a standby.", view.epoch),
+            ("quire:finishes_pending", "Ends to write to Redis.", sample.num_finishes_pending),
+            ("quire:events_queued", "Events before the core.", sample.num_events_queued),
+        )
+        for name, text, value in gauges:
+            yield self._family(GaugeMetricFamily(name, text, labels=["model_name"]), value)
+        counters = (
+            ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits),
+            ("quire:scheduler_prompt_tokens", "Prompt tokens computed.", stats.num_prompt_tokens),
+            ("quire:scheduler_generation_tokens", "Tokens sampled.", stats.num_generation_tokens),
+            ("quire:requests_recovered", "Moved from lost workers.", stats.num_recovered),
+            ("quire:requests_superseded", "Replaced by gateways.", stats.num_superseded),
+            ("quire:core_stale_results", "Results the core dropped.", stats.num_stale_results),
+            ("quire:stale_tokens", "Tokens of ended requests.", stats.num_stale_tokens),
+            ("quire:stale_arrivals", "Repeated queue entries.", stats.num_stale_arrivals),
+            ("quire:wasted_rows", "Planned rows that had ended.", stats.num_wasted_rows),
+            ("quire:failed_steps", "Steps not computed.", stats.num_failed_steps),
+            ("quire:steps", "Steps planned.", stats.num_steps),
+            ("quire:chunked_prefills", "Prompt chunks planned.", stats.num_chunked_prefills),
+        )
+        for name, text, value in counters:
+            yield self._family(CounterMetricFamily(name, text, labels=["model_name"]), value)
+
+    def _family(
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: float
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        family.add_metric([self._model_name], value)
+        return family

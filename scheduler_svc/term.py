@@ -1,0 +1,121 @@
+"""One term as leader: everything that lives and dies with one epoch.
+
+Builds the core, its driver and the adapters for an epoch, and runs them until the process is told
+to stop or the term is over. A part that raises ends all the others.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from scheduler_svc.adapters.backlog_redis import BacklogPublisher
+from scheduler_svc.adapters.gateway_watch import GatewayWatch
+from scheduler_svc.adapters.inbox_redis import RequestInbox
+from scheduler_svc.adapters.lease import LeaderLease
+from scheduler_svc.adapters.outbox_redis import CompletionOutbox
+from scheduler_svc.adapters.redis_access import FencedRedis, RedisSide
+from scheduler_svc.adapters.worker_links import WorkerLinks
+from scheduler_svc.driver import Driver, EventQueue
+from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.ports import Clock, Core
+from scheduler_svc.settings import SchedulerSettings
+from servicekit.logs import get_logger
+
+MAX_WAITING = 4096
+_log = get_logger("scheduler.term")
+
+
+class Term:
+    """A leadership from its epoch to its end."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        epoch: int,
+        core: Core,
+        clock: Clock,
+        redis: RedisSide,
+        lease: LeaderLease,
+        metrics: SchedulerMetrics,
+    ) -> None:
+        model = settings.model_name
+        self.core = core
+        self.epoch = epoch
+        self._settings = settings
+        self._lease = lease
+        self._redis = redis
+        self.queue = EventQueue()
+        access = FencedRedis(redis.commands, model=model, epoch=epoch, health=redis.health)
+        self.outbox = CompletionOutbox(access)
+        self.links = WorkerLinks(
+            redis.commands,
+            model=model,
+            epoch=epoch,
+            grace_s=settings.worker_grace_s,
+            clock=clock,
+            sink=self.queue,
+            observer=metrics,
+            health=redis.health,
+        )
+        self._gateways = GatewayWatch(
+            redis.commands,
+            model=model,
+            clock=clock,
+            sink=self.queue,
+            subscribed=self.links.subscribed_gateways,
+            health=redis.health,
+        )
+        self._inbox = RequestInbox(
+            access,
+            clock=clock,
+            sink=self.queue,
+            outbox=self.outbox,
+            has_room=lambda: len(self.queue) + core.view().num_waiting < MAX_WAITING,
+            saw_gateway=self._gateways.saw_request,
+        )
+        self._backlog = BacklogPublisher(
+            access, clock=clock, look=lambda: (core.view(), core.stats)
+        )
+        self._driver = Driver(
+            core,
+            clock=clock,
+            plans=self.links,
+            completions=self.outbox,
+            observer=metrics,
+            queue=self.queue,
+        )
+
+    @property
+    def ready(self) -> bool:
+        """The group exists and the pending list has been read."""
+        return self._inbox.recovered.is_set()
+
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
+        """Leads until `stop`, then writes what has ended. Raises, in a group, what ends the term:
+        DeposedError, EpochTooLowError, or a bug."""
+        async with asyncio.TaskGroup() as group:
+            reading = [
+                group.create_task(self._inbox.run()),
+                group.create_task(self._inbox.listen(self._redis.listener)),
+            ]
+            tasks = [
+                group.create_task(self._driver.run(self.epoch)),
+                group.create_task(self._lease.keep(self.epoch)),
+                group.create_task(self.outbox.run()),
+                group.create_task(self.links.run()),
+                group.create_task(self._gateways.run()),
+                group.create_task(self._backlog.run()),
+                group.create_task(self._announce(on_ready)),
+            ]
+            await stop.wait()
+            for task in reading:
+                task.cancel()
+            await asyncio.wait(reading)
+            _log.info("draining", finishes=self.outbox.num_pending)
+            await self.outbox.flush(min(self._settings.drain_s, 3.0))
+            for task in tasks:
+                task.cancel()
+
+    async def _announce(self, on_ready: Callable[[], None]) -> None:
+        await self._inbox.recovered.wait()
+        on_ready()
