@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -35,6 +35,9 @@ class OpsServer:
         config = uvicorn.Config(
             Starlette(routes=routes), log_config=None, access_log=False, lifespan="off"
         )
+        tasks = Gauge("quire:event_loop_tasks", "Unfinished asyncio tasks.", registry=registry)
+        # Scraped on the loop itself, by the handler above.
+        tasks.set_function(lambda: len(asyncio.all_tasks()))
         self._server = uvicorn.Server(config)
         self._task: asyncio.Task[None] | None = None
 

@@ -67,6 +67,7 @@ class LinkError(Exception):
 
 _SESSION_ERRORS = (
     LinkError,
+    grpc.aio.AioRpcError,
     grpc.aio.BaseError,
     asyncio.InvalidStateError,  # grpc.aio raises it for a write on a stream that has ended
     codec.MalformedError,
