@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -10,6 +10,7 @@ from servicekit import redis_keys
 
 REGISTRY_TTL_MS = 5_000
 BLOCK_MS = 2_000
+MAX_CONNECTIONS = 16
 
 _ANNOUNCE = """
 local now = redis.call('TIME')
@@ -26,15 +27,18 @@ def connect(url: str, *, blocking: bool = False) -> Redis:
     """A client that answers bytes and fails fast.
 
     `blocking` gives one for reads with BLOCK (at most BLOCK_MS), whose socket must wait longer. A
-    cancelled call drops its connection, so a late reply can't reach another caller.
+    cancelled call drops its connection, so a late reply can't reach another caller. Calls beyond
+    MAX_CONNECTIONS wait up to 2 s for one: many requests at once are no failure of Redis.
     """
-    return Redis.from_url(
+    pool = BlockingConnectionPool.from_url(
         url,
+        timeout=2.0,
         socket_timeout=BLOCK_MS / 1000 + 3 if blocking else 2.0,
         socket_connect_timeout=2.0,
         retry=Retry(NoBackoff(), 0),
-        max_connections=64,
+        max_connections=MAX_CONNECTIONS,
     )
+    return Redis.from_pool(pool)
 
 
 async def require_noeviction(redis: Redis) -> None:
@@ -44,9 +48,7 @@ async def require_noeviction(redis: Redis) -> None:
         raise RuntimeError(f"Redis maxmemory-policy is {policy!r}; Quire needs noeviction")
 
 
-async def announce(
-    redis: Redis, model: str, kind: str, member_id: str, record: bytes
-) -> None:
+async def announce(redis: Redis, model: str, kind: str, member_id: str, record: bytes) -> None:
     """Sets or renews a registry member for REGISTRY_TTL_MS. Call every second."""
     await redis.eval(
         _ANNOUNCE,

@@ -1,0 +1,1 @@
+"""Measurements of Quire from the outside. Each prints a table and writes JSON."""

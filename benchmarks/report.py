@@ -1,0 +1,142 @@
+"""The table, the JSON and the picture of a serving measurement."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Point
+from benchmarks.stack import ROOT
+
+HEADINGS = (
+    "policy", "load", "requests", "out tok/s", "req/s", "TTFT p50 ms", "p99", "gap p50 ms", "p99",
+    "E2E p50 s", "p99", "prefix hits",
+)  # fmt: skip
+COLORS = {"fcfs": "#1f77b4", "static": "#d62728"}
+
+
+def row(point: Point) -> tuple[str, ...]:
+    """One line of the table."""
+    failed = f" ({point.num_failed} failed)" if point.num_failed else ""
+    unit = "clients" if point.kind == "closed" else "req/s"
+    return (
+        point.policy,
+        f"{point.kind} {point.level:.3g} {unit}",
+        f"{point.num_requests}{failed}",
+        f"{point.output_tokens_per_s:.1f}",
+        f"{point.requests_per_s:.2f}",
+        f"{point.ttft_p50_ms:.0f}",
+        f"{point.ttft_p99_ms:.0f}",
+        f"{point.gap_p50_ms:.0f}",
+        f"{point.gap_p99_ms:.0f}",
+        f"{point.e2e_p50_s:.1f}",
+        f"{point.e2e_p99_s:.1f}",
+        f"{point.hit_rate:.2%}",
+    )
+
+
+def table(points: Sequence[Point]) -> str:
+    """As Markdown, aligned, so that it can be read and pasted."""
+    rows = [HEADINGS, *(row(point) for point in points)]
+    widths = [max(len(line[i]) for line in rows) for i in range(len(HEADINGS))]
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        for line in rows
+    ]
+    rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on besides the code."""
+    info: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        info.setdefault(name.strip(), value.strip())
+    flags = info.get("flags", "").split()
+    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    return {
+        "cpu": info.get("model name", platform.processor()),
+        "cores": len(os.sched_getaffinity(0)),
+        "instructions": [flag for flag in wanted if flag in flags],
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "transformers": metadata.version("transformers"),
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit measured, with a mark if files differ from it; empty outside a clone."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def write_json(path: Path, points: Sequence[Point], about: dict[str, Any]) -> None:
+    """Everything that was measured."""
+    document = {**about, "machine": machine(), "points": [point.as_dict() for point in points]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def write_plot(path: Path, points: Sequence[Point], title: str) -> None:
+    """Throughput and latency against concurrency; below, against the rate of arrival."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    kinds = [kind for kind in ("closed", "poisson") if any(p.kind == kind for p in points)]
+    figure, axes = plt.subplots(
+        len(kinds), 3, figsize=(13, 3.7 * len(kinds) + 0.5), squeeze=False, layout="constrained"
+    )
+    for kind, line in zip(kinds, axes, strict=True):
+        for policy in dict.fromkeys(point.policy for point in points):
+            own = sorted(
+                (p for p in points if p.kind == kind and p.policy == policy), key=lambda p: p.level
+            )
+            if own:
+                _lines(line, own, policy)
+        xlabel = "concurrent clients" if kind == "closed" else "requests arriving per second"
+        headings = ("output tokens per second", "time to first token, ms", "gap between tokens, ms")
+        for axis, heading in zip(line, headings, strict=True):
+            _dress(axis, kind, xlabel, heading, [p.level for p in points if p.kind == kind])
+    axes[0][0].legend(loc="best", frameon=False)
+    axes[0][1].legend(loc="best", frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _lines(line: Any, own: Sequence[Point], policy: str) -> None:
+    color = COLORS.get(policy, "#555555")
+    x = [point.level for point in own]
+    line[0].plot(x, [p.output_tokens_per_s for p in own], "o-", color=color, label=policy)
+    for axis, low, high in (
+        (line[1], [p.ttft_p50_ms for p in own], [p.ttft_p99_ms for p in own]),
+        (line[2], [p.gap_p50_ms for p in own], [p.gap_p99_ms for p in own]),
+    ):
+        axis.plot(x, low, "o-", color=color, label=f"{policy} p50")
+        axis.plot(x, high, "s--", color=color, alpha=0.6, label=f"{policy} p99")
+
+
+def _dress(axis: Any, kind: str, xlabel: str, heading: str, levels: Sequence[float]) -> None:
+    ticks = sorted(set(levels))
+    if kind == "closed":
+        axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [f"{level:.3g}" for level in ticks])
+    axis.minorticks_off()
+    axis.set_xlabel(xlabel)
+    axis.set_title(heading, fontsize=10)
+    if heading.endswith("ms"):
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
+    axis.grid(True, which="major", alpha=0.3)

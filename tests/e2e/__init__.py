@@ -1,0 +1,1 @@
+"""Real processes, from the client's side."""
