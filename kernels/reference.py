@@ -243,8 +243,22 @@ def _prefill_mask(
 
 
 def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """[N, Hkv, bs, D] -> a contiguous copy [Hkv, len(blocks) * bs, D]."""
-    return cache.transpose(0, 1).index_select(1, blocks).flatten(1, 2)
+    """[N, Hkv, bs, D] -> a contiguous copy [Hkv, len(blocks) * bs, D].
+
+    index_select of a strided view copies the whole cache first. So it is given the contiguous rows
+    that the view is made of, one row per block and head, where the strides allow that.
+    """
+    num_blocks, num_heads, block_size, dim = cache.shape
+    row = block_size * dim
+    block_stride, head_stride, token_stride, _ = cache.stride()
+    if token_stride != dim or block_stride % row or head_stride % row:
+        return cache.transpose(0, 1)[:, blocks].flatten(1, 2)
+    blocks_apart, heads_apart = block_stride // row, head_stride // row
+    num_rows = (num_blocks - 1) * blocks_apart + (num_heads - 1) * heads_apart + 1
+    rows = cache.as_strided((num_rows, row), (row, 1))
+    heads = torch.arange(num_heads, device=blocks.device) * heads_apart
+    index = heads[:, None] + blocks * blocks_apart
+    return rows.index_select(0, index.view(-1)).view(num_heads, -1, dim)
 
 
 def _attend_group(
