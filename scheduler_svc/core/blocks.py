@@ -6,7 +6,7 @@ runs plans in order, so a freed block may go to any later plan at once.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.core.types import BlockHash, BlockId
@@ -62,20 +62,21 @@ class BlockPool:
         return taken
 
     def match(
-        self, names: Sequence[BlockHash], start: BlockHash, tokens: Sequence[bytes]
+        self, names: Iterable[BlockHash], start: BlockHash, tokens_of: Callable[[int], bytes]
     ) -> list[BlockId]:
         """Blocks of the longest cached prefix. Does not take them.
 
-        Parent and token ids are compared, so that two prompts with one name can't share KV.
+        Parent and token ids are compared, so that two prompts with one name can't share KV;
+        tokens_of(i) gives the ids of block i and is asked for hits only.
         """
         found: list[BlockId] = []
         parent = start
-        for name, wanted in zip(names, tokens, strict=True):
+        for index, name in enumerate(names):
             block = self._index.get(name)
             if block is None:
                 break
             known = self._cached[block]
-            if known.tokens != wanted or known.parent != parent:
+            if known.parent != parent or known.tokens != tokens_of(index):
                 break
             found.append(block)
             parent = name

@@ -28,10 +28,12 @@ def check_all(core: SchedulerCore) -> None:
     flights: dict[bytes, int] = {}
     for worker in core._workers.values():
         for flight in worker.in_flight:
-            for row in flight.rows.values():
-                if row.request.state is not RequestState.FINISHED:
-                    key = row.request.request_id
-                    flights[key] = flights.get(key, 0) + 1
+            for slot, request in zip(flight.slots, flight.requests, strict=True):
+                if request.state is RequestState.FINISHED:
+                    continue
+                flights[request.request_id] = flights.get(request.request_id, 0) + 1
+                is_here = worker.running.get(slot) is request
+                assert is_here or request.state is RequestState.RETURNING, "a row is elsewhere"
     for request in core._requests.values():
         assert request.num_in_flight == flights.get(request.request_id, 0)
 
@@ -41,6 +43,10 @@ def _check_worker(worker: WorkerState) -> None:
     worker.pool.check(request.blocks for request in worker.running.values())
     steps = [flight.step for flight in worker.in_flight]
     assert steps == list(range(worker.last_step - len(steps) + 1, worker.last_step + 1))
+    in_rank = sorted(worker.running.values(), key=lambda request: request.rank)
+    assert worker.ranked == in_rank
+    pending = sum(max(0, request.num_wanted - 1) for request in in_rank)
+    assert worker.num_pending_prefill == pending
     total = 0
     for slot, request in worker.running.items():
         assert request.slot == slot

@@ -1,10 +1,4 @@
-"""Legal moves of a request, as one table. docs/state-machine.md is generated from it.
-
-WAITING    holds no slot and no block; may be admitted.
-RUNNING    holds a slot and blocks on one worker.
-RETURNING  gave its slot up while steps with it are unreturned; may not be admitted before.
-FINISHED   has had its one end.
-"""
+"""Legal moves of a request, as one table. docs/state-machine.md is generated from it."""
 
 import enum
 
@@ -16,6 +10,15 @@ class RequestState(enum.Enum):
     RUNNING = "running"
     RETURNING = "returning"
     FINISHED = "finished"
+
+
+MEANINGS = {
+    RequestState.WAITING: "holds no slot and no block; may be admitted",
+    RequestState.RUNNING: "holds a slot and blocks on one worker",
+    RequestState.RETURNING: "gave its slot up while steps with it are unreturned; "
+    "may not be admitted before they return",
+    RequestState.FINISHED: "has had its one end",
+}
 
 
 class Move(enum.Enum):
@@ -44,3 +47,34 @@ def after(state: RequestState, move: Move) -> RequestState:
     target = TRANSITIONS.get((state, move))
     assert target is not None, f"illegal move: {move.value!r} of a {state.value} request"
     return target
+
+
+def page() -> str:
+    """docs/state-machine.md."""
+    lines = [
+        "# States of a request",
+        "",
+        "Generated from `scheduler_svc/core/lifecycle.py` by",
+        "`pytest tests/unit/scheduler_core/test_lifecycle.py --rewrite`.",
+        "",
+        "```mermaid",
+        "stateDiagram-v2",
+        "    [*] --> waiting: arrival",
+    ]
+    for (state, move), target in TRANSITIONS.items():
+        lines.append(f"    {state.value} --> {target.value}: {move.value}")
+    lines += [
+        "    finished --> [*]",
+        "```",
+        "",
+        "| state | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| {state.value} | {MEANINGS[state]} |" for state in RequestState]
+    lines += ["", "| " + " | ".join(["move", *(s.value for s in RequestState)]) + " |"]
+    lines += ["|" + "---|" * (1 + len(RequestState))]
+    for move in Move:
+        targets = (TRANSITIONS.get((state, move)) for state in RequestState)
+        cells = ["illegal" if target is None else target.value for target in targets]
+        lines.append("| " + " | ".join([move.value, *cells]) + " |")
+    return "\n".join(lines) + "\n"

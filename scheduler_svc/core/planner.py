@@ -25,14 +25,14 @@ class StepBudget:
     scheduled: dict[Slot, int] = field(default_factory=dict)
     num_chunks: int = 0
 
-    def take(self, request: Request) -> int:
-        """Schedules as much of the request as budget and chunk limit allow; returns the count."""
-        count = min(request.num_wanted, self.num_tokens, self.chunk_tokens)
+    def take(self, request: Request) -> None:
+        """Schedules as much of the request as budget and chunk limit allow, maybe nothing."""
+        wanted = request.num_wanted
+        count = min(wanted, self.num_tokens, self.chunk_tokens)
         if count > 0:
             self.scheduled[request.slot] = count
             self.num_tokens -= count
-            self.num_chunks += count < request.num_wanted
-        return count
+            self.num_chunks += count < wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,22 +59,9 @@ def plan_step(
         num_tokens=_token_budget(worker, config),
         chunk_tokens=config.prefill_chunk_tokens or worker.capacity.max_num_batched_tokens,
     )
-    ranked = sorted(worker.running.values(), key=lambda request: request.rank)
-    preempted = False
-    for request in ranked:
-        if worker.running.get(request.slot) is not request or request.num_wanted != 1:
-            continue
-        if budget.num_tokens == 0:
-            break
-        if len(request.blocks) * worker.capacity.block_size <= request.num_computed_tokens:
-            had_to_preempt, block = _find_block(worker, request, budget, preempt)
-            preempted |= had_to_preempt
-            if block is None:
-                continue
-            worker.grow(request, block)
-        budget.take(request)
-    for request in ranked:
-        if worker.running.get(request.slot) is request and request.num_wanted > 1:
+    prefills, preempted = _schedule_decodes(worker, budget, preempt)
+    for request in prefills:
+        if worker.running.get(request.slot) is request:
             budget.take(request)
     if not preempted:
         admit_waiting(worker, budget)
@@ -86,6 +73,41 @@ def plan_step(
 def _token_budget(worker: WorkerState, config: CoreConfig) -> int:
     own = worker.capacity.max_num_batched_tokens
     return min(own, config.max_num_batched_tokens or own)
+
+
+def _schedule_decodes(
+    worker: WorkerState,
+    budget: StepBudget,
+    preempt: Callable[[WorkerState, Request], None],
+) -> tuple[list[Request], bool]:
+    """One token for each request that wants just one; returns the others and if one was preempted.
+
+    Runs once for each running request and step: no calls on the way of a decode inside its block.
+    """
+    prefills: list[Request] = []
+    preempted = False
+    block_size = worker.capacity.block_size
+    scheduled = budget.scheduled
+    for request in worker.ranked.copy():
+        num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
+        if num_tokens >= request.max_total_tokens:
+            continue
+        if num_tokens - num_computed > 1:
+            prefills.append(request)
+            continue
+        if budget.num_tokens == 0:
+            continue
+        if len(request.blocks) * block_size <= num_computed:
+            if worker.running.get(request.slot) is not request:
+                continue
+            had_to_preempt, block = _find_block(worker, request, budget, preempt)
+            preempted |= had_to_preempt
+            if block is None:
+                continue
+            worker.grow(request, block)
+        scheduled[request.slot] = 1
+        budget.num_tokens -= 1
+    return prefills, preempted
 
 
 def _find_block(
@@ -104,7 +126,7 @@ def _find_block(
         found = worker.pool.allocate(1)
         if found is not None:
             return preempted, found[0]
-        victim = policy.choose_victim(worker.running.values())
+        victim = policy.choose_victim(worker.ranked)
         freed = budget.scheduled.pop(victim.slot, 0)
         budget.num_tokens += freed
         preempt(worker, victim)
@@ -121,18 +143,16 @@ def find_placement(
 ) -> Placement | None:
     """The cheapest worker that has room for the whole request now; None if none has.
 
-    Room: a free slot, and blocks for all known tokens above the watermark (an idle worker needs no
-    watermark, so that a request which can run alone always gets to run).
+    Room: a free slot, and blocks for all known tokens above the watermark.
     """
     best: Placement | None = None
     for worker in workers:
-        if not has_slot(worker, config) or not worker.ever_fits(request):
+        if not has_room(worker, config):
             continue
         cached = match(request, worker)
         num_new = worker.blocks_for(len(request.token_ids)) - len(cached)
         spare = worker.pool.num_free - worker.pool.num_free_among(cached) - num_new
-        watermark = int(config.watermark * worker.pool.num_blocks) if worker.running else 0
-        if spare < watermark:
+        if spare < watermark(worker, config):
             continue
         cost = policy.placement_cost(
             num_uncached=len(request.token_ids) - len(cached) * worker.capacity.block_size,
@@ -144,7 +164,15 @@ def find_placement(
     return best
 
 
-def has_slot(worker: WorkerState, config: CoreConfig) -> bool:
-    """Whether one more request may run on the worker."""
+def has_room(worker: WorkerState, config: CoreConfig) -> bool:
+    """Whether one more request, of one new block at least, may run on the worker."""
     limit = min(worker.capacity.num_slots, config.max_num_seqs or worker.capacity.num_slots)
-    return worker.num_free_slots > 0 and len(worker.running) < limit
+    return len(worker.running) < limit and worker.pool.num_free > watermark(worker, config)
+
+
+def watermark(worker: WorkerState, config: CoreConfig) -> int:
+    """Blocks that an admission must leave free.
+
+    An idle worker needs none, so that a request which can run alone always gets to run.
+    """
+    return int(config.watermark * worker.pool.num_blocks) if worker.running else 0

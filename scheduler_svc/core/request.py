@@ -14,6 +14,7 @@ from scheduler_svc.core.types import (
 )
 
 Rank = tuple[int, int]
+NO_HASH = BlockHash(b"")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -48,8 +49,10 @@ class Request:
     worker_id: WorkerId | None = None
     slot: Slot = NO_SLOT
     blocks: list[BlockId] = field(default_factory=list)
+    # Names of the full blocks for one block size, and the parent of the first.
     block_hashes: list[BlockHash] = field(default_factory=list)
     hashed_block_size: int = 0
+    chain_start: BlockHash = NO_HASH
     num_published: int = 0
     num_tokens: int = 0
     num_computed_tokens: int = 0
@@ -66,17 +69,19 @@ class Request:
     stranded_since_ns: int | None = None
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
+    # Order inside and between priority classes; lower goes first.
+    rank: Rank = field(init=False)
 
-    @property
-    def rank(self) -> Rank:
-        """Order inside and between priority classes; lower goes first."""
-        return (self.priority, self.sequence)
+    def __post_init__(self) -> None:
+        self.rank = (self.priority, self.sequence)
 
     @property
     def num_output_tokens(self) -> int:
         """Confirmed output."""
         return len(self.token_ids) - self.prompt_len
 
+    # The planner's and the result's loops over running requests spell num_wanted and the like out:
+    # a call for each row is most of what a step would cost.
     @property
     def num_wanted(self) -> int:
         """Tokens left to plan; 0 once the last output token has been planned."""

@@ -6,15 +6,14 @@ Owns every request from arrival to its one end, and the state of every worker. R
 - tokens are appended in the order of results, never guessed;
 - a request's blocks enter the prefix index on the result that filled them;
 - a request with unreturned steps is not admitted again before they return or the worker is lost;
-- the attempt rises when a request moves to another worker session, so that what the old session
-  may still deliver is told apart from the repeat.
+- what is admitted, where and when: see admission.
 """
 
 from heapq import heappop, heappush
 from typing import assert_never
 
-from scheduler_svc.core import planner, policy, prefix
-from scheduler_svc.core.blocks import CachedBlock
+from scheduler_svc.core import planner
+from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.events import (
     BecameLeader,
@@ -31,23 +30,14 @@ from scheduler_svc.core.events import (
     WorkerSubscribed,
 )
 from scheduler_svc.core.lifecycle import Move, RequestState
-from scheduler_svc.core.planner import Placement, StepBudget
-from scheduler_svc.core.ready import Admit, CoreStats, CoreView, Finish, Ready, StepPlan
+from scheduler_svc.core.planner import StepBudget
+from scheduler_svc.core.ready import CoreStats, CoreView, Finish, Ready, StepPlan
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.types import (
-    BlockHash,
-    BlockId,
-    FaultScope,
-    FinishReason,
-    RequestId,
-    Slot,
-    WorkerId,
-)
+from scheduler_svc.core.sharing import PrefixSharing
+from scheduler_svc.core.types import FaultScope, FinishReason, RequestId, WorkerId
 from scheduler_svc.core.waiting import WaitingQueue
-from scheduler_svc.core.worker_state import PlannedRow, WorkerState
+from scheduler_svc.core.worker_state import StepInFlight, WorkerState
 
-_STRANDED_CHECK_NS = 100_000_000
-_MAX_SCAN = 64
 _MAX_LOSSES_WITHOUT_TOKEN = 3
 
 
@@ -68,10 +58,19 @@ class SchedulerCore:
         self._last_steps: dict[WorkerId, int] = {}
         self._snapshot_attempts: dict[RequestId, int] = {}
         self._deadlines: list[tuple[int, int, RequestId]] = []
-        self._stranded_check_at_ns = 0
         self._finishes: list[Finish] = []
         self._discards: list[str] = []
         self._given_up: list[WorkerId] = []
+        self._sharing = PrefixSharing(
+            enabled=config.enable_prefix_caching, hash_key=config.hash_key
+        )
+        self._admission = Admission(
+            config=config,
+            stats=self.stats,
+            sharing=self._sharing,
+            waiting=self._waiting,
+            workers=self._workers,
+        )
 
     # Events
 
@@ -117,13 +116,13 @@ class SchedulerCore:
         plans: list[StepPlan] = []
         for worker in self._workers.values():
             while len(worker.in_flight) < self.config.max_inflight_steps:
-                plan = planner.plan_step(worker, self.config, self._preempt, self._admit_waiting)
+                plan = planner.plan_step(worker, self.config, self._preempt, self._fill)
                 if plan is None:
                     break
                 self.stats.num_steps += 1
                 self.stats.num_chunked_prefills += plan.num_chunks
                 plans.append(plan)
-        self._find_stranded()
+        self._end_stranded()
         ready = Ready(
             plans=tuple(plans),
             finishes=tuple(self._finishes),
@@ -314,16 +313,17 @@ class SchedulerCore:
     def _void_in_flight(self, worker: WorkerState) -> None:
         """No result of the steps in flight will come."""
         for flight in worker.in_flight:
-            for row in flight.rows.values():
-                self._row_returned(row)
+            for request in flight.requests:
+                request.num_in_flight -= 1
+                self._row_returned(request)
         worker.in_flight.clear()
 
-    def _row_returned(self, row: PlannedRow) -> None:
-        row.request.num_in_flight -= 1
-        if row.request.state is RequestState.RETURNING and row.request.num_in_flight == 0:
-            row.request.forget_work()
-            row.request.move(Move.RETURN)
-            self._waiting.add(row.request)
+    def _row_returned(self, request: Request) -> None:
+        """One step less is in flight with the request."""
+        if request.state is RequestState.RETURNING and request.num_in_flight == 0:
+            request.forget_work()
+            request.move(Move.RETURN)
+            self._waiting.add(request)
 
     def _count_loss(self, request: Request) -> None:
         """Bounds how often one request may lose its worker: it may be what kills them."""
@@ -347,7 +347,7 @@ class SchedulerCore:
             if not worker.draining:
                 continue
             for request in list(worker.running.values()):
-                if any(not w.draining for w in self._eligible(request)):
+                if any(not w.draining for w in self._admission.eligible(request)):
                     self._yield(worker, request)
 
     # Results
@@ -361,79 +361,47 @@ class SchedulerCore:
         worker.last_result_step = event.step
         worker.num_failed_in_a_row = 0
         self.stats.num_wasted_rows += event.num_wasted_rows
+        self._apply_rows(worker, flight, event)
+
+    def _apply_rows(self, worker: WorkerState, flight: StepInFlight, event: StepCompleted) -> None:
+        """Books what each row of a step gave. No calls on the way of a decode inside its block."""
         tokens = dict(zip(event.slots, event.token_ids, strict=True))
         finished = dict(event.finished)
-        for slot, row in flight.rows.items():
-            self._apply_row(worker, slot, row, tokens.get(slot), finished.get(slot))
-
-    def _apply_row(
-        self,
-        worker: WorkerState,
-        slot: Slot,
-        row: PlannedRow,
-        token_id: int | None,
-        reason: FinishReason | None,
-    ) -> None:
-        request = row.request
-        if request.state is RequestState.FINISHED:
+        block_size = worker.capacity.block_size
+        chunks_are_whole = _chunks_are_whole(flight, event)
+        for slot, request, num_tokens, samples in zip(
+            flight.slots, flight.requests, flight.num_tokens, flight.samples, strict=True
+        ):
+            token_id = tokens.get(slot)
             request.num_in_flight -= 1
-            self.stats.num_stale_tokens += token_id is not None
-            return
-        live = worker.running.get(slot) is request and worker.generation(slot) == row.generation
-        if live:
-            request.num_confirmed_tokens += row.num_tokens
-            self.stats.num_prompt_tokens += min(
-                row.num_tokens,
-                max(0, request.prompt_len - request.num_confirmed_tokens + row.num_tokens),
-            )
-        if row.samples and token_id is not None:
-            request.token_ids.append(token_id)
-            self.stats.num_generation_tokens += 1
-            if request.first_token_ns is None:
-                request.first_token_ns = self._now_ns
-        if live:
-            self._publish(worker, request)
-        self._row_returned(row)
-        if reason is not None:
-            self._finish(request, reason)
-        elif row.samples and token_id is None:
-            self._finish(
-                request,
-                FinishReason.ERROR,
-                notify=True,
-                message="the worker did not compute the request",
-            )
-
-    def _publish(self, worker: WorkerState, request: Request) -> None:
-        """Puts the blocks that are full and confirmed into the prefix index."""
-        if not self.config.enable_prefix_caching:
-            return
-        size = worker.capacity.block_size
-        num_full = request.num_confirmed_tokens // size
-        if num_full <= request.num_published:
-            return
-        start = self._name_blocks(request, size)
-        for index in range(request.num_published, num_full):
-            worker.pool.publish(
-                request.blocks[index],
-                CachedBlock(
-                    name=request.block_hashes[index],
-                    parent=request.block_hashes[index - 1] if index else start,
-                    tokens=prefix.block_tokens(
-                        request.token_ids[index * size : (index + 1) * size]
-                    ),
-                ),
-            )
-        request.num_published = num_full
-
-    def _name_blocks(self, request: Request, block_size: int) -> BlockHash:
-        """Names all full blocks of known tokens; returns the parent of the first."""
-        if request.hashed_block_size != block_size:
-            request.block_hashes.clear()
-            request.hashed_block_size = block_size
-        start = prefix.chain_start(self.config.hash_key, request.cache_salt)
-        prefix.extend_chain(request.block_hashes, start, request.token_ids, block_size)
-        return start
+            if request.state is RequestState.FINISHED:
+                self.stats.num_stale_tokens += token_id is not None
+                continue
+            if token_id is not None:
+                request.token_ids.append(token_id)
+                self.stats.num_generation_tokens += 1
+                if request.first_token_ns is None:
+                    request.first_token_ns = self._now_ns
+            reason = finished.get(slot)
+            is_whole = token_id is not None if samples else reason is None and chunks_are_whole
+            if request.state is RequestState.RUNNING and is_whole:
+                confirmed = request.num_confirmed_tokens
+                request.num_confirmed_tokens = confirmed + num_tokens
+                if confirmed < request.prompt_len:
+                    self.stats.num_prompt_tokens += min(num_tokens, request.prompt_len - confirmed)
+                if (confirmed + num_tokens) // block_size > request.num_published:
+                    self._sharing.publish(request, worker)
+            elif request.state is RequestState.RETURNING:
+                self._row_returned(request)
+            if reason is not None:
+                self._finish(request, reason)
+            elif samples and token_id is None:
+                self._finish(
+                    request,
+                    FinishReason.ERROR,
+                    notify=True,
+                    message="the worker did not compute the request",
+                )
 
     def _step_failed(self, event: StepFailed) -> None:
         worker = self._workers.get(event.worker_id)
@@ -454,6 +422,9 @@ class SchedulerCore:
 
     # Planning
 
+    def _fill(self, worker: WorkerState, budget: StepBudget) -> None:
+        self._admission.fill(worker, budget, self._now_ns)
+
     def _preempt(self, worker: WorkerState, request: Request) -> None:
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
@@ -469,138 +440,35 @@ class SchedulerCore:
             request.move(Move.YIELD)
             self._waiting.add(request)
 
-    def _eligible(self, request: Request) -> list[WorkerState]:
-        """Workers that could run the request and whose tokens its gateway reads."""
-        return [
-            worker
-            for worker in self._workers.values()
-            if request.gateway_id in worker.gateway_ids and worker.ever_fits(request)
-        ]
-
-    def _admit_waiting(self, worker: WorkerState, budget: StepBudget) -> None:
-        """Admits from the head of the queue what belongs on this worker now."""
-        if worker.draining or not planner.has_slot(worker, self.config):
-            return
-        passed: list[Request] = []
-        chosen: list[tuple[Request, Placement]] = []
-        num_admitted = 0
-        for num_seen, request in enumerate(self._waiting):
-            if num_seen == _MAX_SCAN or budget.num_tokens == 0:
-                break
-            if not planner.has_slot(worker, self.config) or not policy.may_admit(
-                self.config.scheduling_policy,
-                num_running=len(worker.running),
-                num_admitted=num_admitted,
-                static_batch_size=self.config.static_batch_size,
-            ):
-                break
-            workers = [w for w in self._eligible(request) if not w.draining]
-            placement = planner.find_placement(request, workers, self.config, self._match)
-            if placement is None:
-                if workers and request.num_skips >= self.config.max_skips:
-                    break
-                passed.extend([request] if workers else [])
-            elif placement.worker is worker:
-                self._admit(request, placement)
-                budget.take(request)
-                num_admitted += 1
-                chosen.append((request, placement))
-                for skipped in passed:
-                    skipped.num_skips += 1
-        for request, _ in chosen:
-            self._waiting.remove(request)
-
-    def _match(self, request: Request, worker: WorkerState) -> list[BlockId]:
-        """Cached blocks of the request's prefix; at least one token is left to compute."""
-        if not self.config.enable_prefix_caching:
-            return []
-        size = worker.capacity.block_size
-        start = self._name_blocks(request, size)
-        num_usable = (len(request.token_ids) - 1) // size
-        tokens = [
-            prefix.block_tokens(request.token_ids[i * size : (i + 1) * size])
-            for i in range(num_usable)
-        ]
-        return worker.pool.match(request.block_hashes[:num_usable], start, tokens)
-
-    def _admit(self, request: Request, placement: Placement) -> None:
-        worker = placement.worker
-        worker.pool.share(placement.cached)
-        fresh = worker.pool.allocate(placement.num_new)
-        assert fresh is not None, "placement counted blocks that are not there"
-        generation = worker.occupy(request, placement.cached + fresh)
-        num_cached = len(placement.cached) * worker.capacity.block_size
-        request.num_tokens = len(request.token_ids)
-        request.num_computed_tokens = request.num_confirmed_tokens = num_cached
-        request.num_published = len(placement.cached)
-        request.stranded_since_ns = None
-        emit_from = self._emission_start(request, worker)
-        if request.first_scheduled_ns is None:
-            request.first_scheduled_ns = self._now_ns
-            request.num_cached_tokens = min(num_cached, request.prompt_len)
-            self.stats.prefix_queries += request.prompt_len
-            self.stats.prefix_hits += request.num_cached_tokens
-        request.move(Move.ADMIT)
-        worker.announce(
-            Admit(
-                slot=request.slot,
-                generation=generation,
-                request_id=request.request_id,
-                attempt=request.attempt,
-                reply_to=request.reply_to,
-                token_ids=tuple(request.token_ids),
-                prompt_len=request.prompt_len,
-                emit_from=emit_from,
-                num_computed_tokens=num_cached,
-                num_cached_tokens=request.num_cached_tokens,
-                block_ids=tuple(request.blocks),
-                sampling=request.sampling,
-                traceparent=request.traceparent,
+    def _end_stranded(self) -> None:
+        for request in self._admission.find_stranded(self._now_ns):
+            self._finish(
+                request,
+                FinishReason.UNAVAILABLE,
+                notify=True,
+                message="no worker could take the request in time",
             )
-        )
-
-    @staticmethod
-    def _emission_start(request: Request, worker: WorkerState) -> int:
-        """Output position the worker emits from; raises the attempt on a move between sessions.
-
-        The session that emitted before still delivers through its outbox if it is this one. Any
-        other may have died with tokens unsent: everything is repeated under a higher attempt.
-        """
-        if request.emitted_by is None:
-            start = request.emit_from
-        elif request.emitted_by == worker.session:
-            start = request.num_output_tokens
-        else:
-            request.attempt += 1
-            start = 0
-        request.emitted_by = worker.session
-        return start
-
-    # Time
-
-    def _find_stranded(self) -> None:
-        """Ends requests without a token that no worker could take for worker_wait_ns."""
-        if self._now_ns < self._stranded_check_at_ns or not len(self._waiting):
-            return
-        self._stranded_check_at_ns = self._now_ns + _STRANDED_CHECK_NS
-        for request in list(self._waiting):
-            if self._eligible(request):
-                request.stranded_since_ns = None
-            elif request.stranded_since_ns is None:
-                request.stranded_since_ns = self._now_ns
-            elif (
-                request.num_output_tokens == 0
-                and self._now_ns - request.stranded_since_ns >= self.config.worker_wait_ns
-            ):
-                self._finish(
-                    request,
-                    FinishReason.UNAVAILABLE,
-                    notify=True,
-                    message="no worker could take the request in time",
-                )
 
     def _wake_at_ns(self) -> int | None:
         wakes = [self._deadlines[0][0]] if self._deadlines else []
-        if len(self._waiting):
-            wakes.append(max(self._stranded_check_at_ns, self._now_ns + 1))
+        stranded_ns = self._admission.wake_at_ns(self._now_ns)
+        if stranded_ns is not None:
+            wakes.append(stranded_ns)
         return min(wakes, default=None)
+
+
+def _chunks_are_whole(flight: StepInFlight, event: StepCompleted) -> bool:
+    """Whether every row that was not to sample has been computed.
+
+    A row that was ended on the worker is skipped before the core may know of its end. One that was
+    to sample shows it by giving no token. If there were more, any chunk may have been skipped, and
+    its blocks must not be shared.
+    """
+    if event.num_wasted_rows == 0:
+        return True
+    sampled, finished = set(event.slots), {slot for slot, _ in event.finished}
+    num_silent = sum(
+        samples and slot not in sampled and slot not in finished
+        for slot, samples in zip(flight.slots, flight.samples, strict=True)
+    )
+    return event.num_wasted_rows <= num_silent

@@ -6,8 +6,10 @@ worker), with a higher generation.
 """
 
 import heapq
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from scheduler_svc.core import digest
 from scheduler_svc.core.blocks import BlockPool
@@ -15,24 +17,18 @@ from scheduler_svc.core.ready import Admit, StepPlan, WorkerView
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.types import BlockId, CostProfile, Slot, WorkerCapacity, WorkerId
 
-
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
-    """A request's part of a step in flight. `attempt` tells whether its tokens are still wanted."""
-
-    request: Request
-    attempt: int
-    generation: int
-    num_tokens: int
-    samples: bool
+_by_rank = attrgetter("rank")
 
 
 @dataclass(slots=True, kw_only=True)
 class StepInFlight:
-    """A plan that has not returned, with its rows by slot."""
+    """A plan that has not returned, with its rows as columns of equal length."""
 
     step: int
-    rows: dict[Slot, PlannedRow] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
 
 
 class WorkerState:
@@ -58,6 +54,15 @@ class WorkerState:
         self.draining = False
         self.pool = BlockPool(capacity.num_blocks)
         self.running: dict[Slot, Request] = {}
+        # The running requests, highest rank first.
+        self.ranked: list[Request] = []
+        # Known tokens of running requests that no plan covers yet, beyond one each.
+        self.num_pending_prefill = 0
+        # The longest request, prompt and output, that could run alone to its last token. That
+        # token is never computed, so it needs no room.
+        self.max_request_tokens = min(
+            capacity.max_model_len, capacity.num_blocks * capacity.block_size + 1
+        )
         self.in_flight: deque[StepInFlight] = deque()
         self.last_step = last_step
         self.last_result_step = last_step
@@ -77,11 +82,6 @@ class WorkerState:
         return len(self._free_slots)
 
     @property
-    def num_pending_prefill(self) -> int:
-        """Known tokens of running requests that no plan covers yet, beyond one each."""
-        return sum(max(0, request.num_wanted - 1) for request in self.running.values())
-
-    @property
     def must_tell(self) -> bool:
         """A plan is due even if it schedules nothing: slots are to be released, or all of them."""
         return self._reset or bool(self._releases)
@@ -91,23 +91,22 @@ class WorkerState:
         return -(-num_tokens // self.capacity.block_size)
 
     def ever_fits(self, request: Request) -> bool:
-        """Whether the request could run to its last token alone on this worker.
-
-        The last output token is never computed, so it needs no room.
-        """
-        return (
-            request.max_total_tokens <= self.capacity.max_model_len
-            and self.blocks_for(request.max_total_tokens - 1) <= self.pool.num_blocks
-        )
+        """Whether the request could run to its last token alone on this worker."""
+        return request.max_total_tokens <= self.max_request_tokens
 
     def occupy(self, request: Request, blocks: list[BlockId]) -> int:
-        """Gives the request the lowest free slot and its table; returns the slot's generation."""
+        """Gives the request the lowest free slot and its table; returns the slot's generation.
+
+        What the request has computed must be set.
+        """
         slot = heapq.heappop(self._free_slots)
         self._generations[slot] += 1
         request.slot = slot
         request.worker_id = self.worker_id
         request.blocks = blocks
         self.running[slot] = request
+        insort(self.ranked, request, key=_by_rank)
+        self.num_pending_prefill += max(0, request.num_wanted - 1)
         self._count(request, 0, 1)
         return self._generations[slot]
 
@@ -126,6 +125,8 @@ class WorkerState:
         slot = request.slot
         assert self.running.get(slot) is request, f"slot {slot} is not held by this request"
         del self.running[slot]
+        del self.ranked[bisect_left(self.ranked, request.rank, key=_by_rank)]
+        self.num_pending_prefill -= max(0, request.num_wanted - 1)
         self._count(request, 0, -1)
         self.pool.release(request.blocks)
         heapq.heappush(self._free_slots, slot)
@@ -153,16 +154,7 @@ class WorkerState:
         self.last_step += 1
         changed = [(s, n) for s, n in scheduled.items() if self._rows.get(s) != n]
         changed += [(s, 0) for s in self._rows if s not in scheduled]
-        flight = StepInFlight(step=self.last_step)
-        for slot, num_tokens in scheduled.items():
-            request = self.running[slot]
-            flight.rows[slot] = PlannedRow(
-                request,
-                request.attempt,
-                self._generations[slot],
-                num_tokens,
-                self._plan_tokens(request, num_tokens),
-            )
+        self.in_flight.append(self._plan_rows(scheduled))
         plan = StepPlan(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -183,18 +175,29 @@ class WorkerState:
         self._releases = []
         self._admits = []
         self._growth = []
-        self.in_flight.append(flight)
         return plan
 
-    @staticmethod
-    def _plan_tokens(request: Request, num_tokens: int) -> bool:
-        """Moves the request on by a planned row; True if the row will sample a token."""
-        request.num_computed_tokens += num_tokens
-        request.num_in_flight += 1
-        samples = request.num_computed_tokens == request.num_tokens
-        if samples:
-            request.num_tokens += 1
-        return samples
+    def _plan_rows(self, scheduled: dict[Slot, int]) -> StepInFlight:
+        """Moves the requests on by their rows."""
+        slots = list(scheduled)
+        requests = [self.running[slot] for slot in slots]
+        samples = []
+        for request, count in zip(requests, scheduled.values(), strict=True):
+            left = request.num_tokens - request.num_computed_tokens
+            request.num_computed_tokens += count
+            request.num_in_flight += 1
+            if left == count:
+                request.num_tokens += 1
+            if left > 1:
+                self.num_pending_prefill -= count if left > count else count - 1
+            samples.append(left == count)
+        return StepInFlight(
+            step=self.last_step,
+            slots=slots,
+            requests=requests,
+            num_tokens=list(scheduled.values()),
+            samples=samples,
+        )
 
     def _count(self, request: Request, first_index: int, sign: int) -> None:
         amount = digest.table_sum(

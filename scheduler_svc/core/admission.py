@@ -1,0 +1,189 @@
+"""From waiting to running: who is admitted, where, and what the worker is told.
+
+Rules:
+
+- requests are looked at in the order of the queue; one that does not fit may be passed by later
+  ones max_skips times, then nobody passes it;
+- a request goes to the cheapest worker that has room and whose tokens its gateway reads;
+- the attempt rises when a request moves to another worker session, so that what the old session
+  may still deliver is told apart from the repeat.
+"""
+
+from collections.abc import Mapping
+
+from scheduler_svc.core import planner, policy
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.lifecycle import Move
+from scheduler_svc.core.planner import Placement, StepBudget
+from scheduler_svc.core.ready import Admit, CoreStats
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.sharing import PrefixSharing
+from scheduler_svc.core.types import WorkerId
+from scheduler_svc.core.waiting import WaitingQueue
+from scheduler_svc.core.worker_state import WorkerState
+
+# Requests that some worker could run, looked at in one step of one worker.
+_MAX_SCAN = 64
+_STRANDED_CHECK_NS = 100_000_000
+
+
+class Admission:
+    """Moves requests from the queue into steps. The scheduler owns queue, workers and requests."""
+
+    def __init__(
+        self,
+        *,
+        config: CoreConfig,
+        stats: CoreStats,
+        sharing: PrefixSharing,
+        waiting: WaitingQueue,
+        workers: Mapping[WorkerId, WorkerState],
+    ) -> None:
+        self._config = config
+        self._stats = stats
+        self._sharing = sharing
+        self._waiting = waiting
+        self._workers = workers
+        self._stranded_check_at_ns = 0
+
+    def eligible(self, request: Request) -> list[WorkerState]:
+        """Workers that could run the request and whose tokens its gateway reads."""
+        return [
+            worker
+            for worker in self._workers.values()
+            if request.max_total_tokens <= worker.max_request_tokens
+            and request.gateway_id in worker.gateway_ids
+        ]
+
+    def fill(self, worker: WorkerState, budget: StepBudget, now_ns: int) -> None:
+        """Admits from the head of the queue what belongs on this worker now."""
+        if worker.draining or not self._is_open(worker, budget, num_admitted=0):
+            return
+        passed: list[Request] = []
+        admitted: list[Request] = []
+        num_seen = 0
+        for request in self._waiting:
+            if num_seen == _MAX_SCAN or not self._is_open(worker, budget, len(admitted)):
+                break
+            workers = [w for w in self.eligible(request) if not w.draining]
+            if not workers:
+                continue
+            num_seen += 1
+            placement = planner.find_placement(request, workers, self._config, self._sharing.match)
+            if placement is None:
+                passed.append(request)
+            elif placement.worker is worker:
+                self._admit(request, placement, now_ns)
+                budget.take(request)
+                admitted.append(request)
+                for skipped in passed:
+                    skipped.num_skips += 1
+            if any(skipped.num_skips >= self._config.max_skips for skipped in passed):
+                break
+        for request in admitted:
+            self._waiting.remove(request)
+
+    def _is_open(self, worker: WorkerState, budget: StepBudget, num_admitted: int) -> bool:
+        """Whether one more request may be admitted into this step.
+
+        A static batch is admitted whole; what the step's budget does not hold starts later.
+        """
+        static = self._config.scheduling_policy == "static"
+        return (
+            (static or budget.num_tokens > 0)
+            and planner.has_room(worker, self._config)
+            and policy.may_admit(
+                self._config.scheduling_policy,
+                num_running=len(worker.running),
+                num_admitted=num_admitted,
+                static_batch_size=self._config.static_batch_size,
+            )
+        )
+
+    def _admit(self, request: Request, placement: Placement, now_ns: int) -> None:
+        worker = placement.worker
+        worker.pool.share(placement.cached)
+        fresh = worker.pool.allocate(placement.num_new)
+        assert fresh is not None, "placement counted blocks that are not there"
+        num_cached = len(placement.cached) * worker.capacity.block_size
+        request.num_tokens = len(request.token_ids)
+        request.num_computed_tokens = request.num_confirmed_tokens = num_cached
+        request.num_published = len(placement.cached)
+        request.stranded_since_ns = None
+        generation = worker.occupy(request, placement.cached + fresh)
+        emit_from = _emission_start(request, worker)
+        if request.first_scheduled_ns is None:
+            request.first_scheduled_ns = now_ns
+            request.num_cached_tokens = min(num_cached, request.prompt_len)
+            self._stats.prefix_queries += request.prompt_len
+            self._stats.prefix_hits += request.num_cached_tokens
+        request.move(Move.ADMIT)
+        worker.announce(
+            Admit(
+                slot=request.slot,
+                generation=generation,
+                request_id=request.request_id,
+                attempt=request.attempt,
+                reply_to=request.reply_to,
+                token_ids=tuple(request.token_ids),
+                prompt_len=request.prompt_len,
+                emit_from=emit_from,
+                num_computed_tokens=num_cached,
+                num_cached_tokens=request.num_cached_tokens,
+                block_ids=tuple(request.blocks),
+                sampling=request.sampling,
+                traceparent=request.traceparent,
+            )
+        )
+
+    # Requests that no worker can take
+
+    def find_stranded(self, now_ns: int) -> list[Request]:
+        """Requests without a token that no worker could take for worker_wait_ns."""
+        if now_ns < self._stranded_check_at_ns or not len(self._waiting):
+            return []
+        self._stranded_check_at_ns = now_ns + _STRANDED_CHECK_NS
+        longest = self._longest_by_gateway()
+        stranded: list[Request] = []
+        for request in self._waiting:
+            if request.max_total_tokens <= longest.get(request.gateway_id, 0):
+                request.stranded_since_ns = None
+            elif request.stranded_since_ns is None:
+                request.stranded_since_ns = now_ns
+            elif (
+                request.num_output_tokens == 0
+                and now_ns - request.stranded_since_ns >= self._config.worker_wait_ns
+            ):
+                stranded.append(request)
+        return stranded
+
+    def _longest_by_gateway(self) -> dict[str, int]:
+        """The longest request that some worker could run, for each gateway with workers."""
+        longest: dict[str, int] = {}
+        for worker in self._workers.values():
+            for gateway_id in worker.gateway_ids:
+                longest[gateway_id] = max(longest.get(gateway_id, 0), worker.max_request_tokens)
+        return longest
+
+    def wake_at_ns(self, now_ns: int) -> int | None:
+        """When find_stranded has to look again."""
+        if not len(self._waiting):
+            return None
+        return max(self._stranded_check_at_ns, now_ns + 1)
+
+
+def _emission_start(request: Request, worker: WorkerState) -> int:
+    """Output position the worker emits from; raises the attempt on a move between sessions.
+
+    The session that emitted before still delivers through its outbox if it is this one. Any other
+    may have died with tokens unsent: everything is repeated under a higher attempt.
+    """
+    if request.emitted_by is None:
+        start = request.emit_from
+    elif request.emitted_by == worker.session:
+        start = request.num_output_tokens
+    else:
+        request.attempt += 1
+        start = 0
+    request.emitted_by = worker.session
+    return start

@@ -1,0 +1,67 @@
+"""Prefix sharing between requests of one worker: which blocks a request may start from.
+
+A block enters the index on the result that filled it, never on the plan.
+"""
+
+from itertools import islice
+
+from scheduler_svc.core import prefix
+from scheduler_svc.core.blocks import CachedBlock
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.types import BlockId
+from scheduler_svc.core.worker_state import WorkerState
+
+
+class PrefixSharing:
+    """Names blocks of requests and finds them again. Holds no state but its configuration."""
+
+    def __init__(self, *, enabled: bool, hash_key: bytes) -> None:
+        self._enabled = enabled
+        self._hash_key = hash_key
+
+    def match(self, request: Request, worker: WorkerState) -> list[BlockId]:
+        """Cached blocks of the request's prefix; at least one token is left to compute."""
+        if not self._enabled:
+            return []
+        size = worker.capacity.block_size
+        self._name_blocks(request, size)
+        num_usable = (len(request.token_ids) - 1) // size
+        return worker.pool.match(
+            islice(request.block_hashes, num_usable),
+            request.chain_start,
+            lambda index: _tokens_of(request, size, index),
+        )
+
+    def publish(self, request: Request, worker: WorkerState) -> None:
+        """Puts the blocks that are full and confirmed into the worker's index."""
+        size = worker.capacity.block_size
+        num_full = request.num_confirmed_tokens // size
+        if not self._enabled:
+            request.num_published = num_full
+            return
+        self._name_blocks(request, size)
+        for index in range(request.num_published, num_full):
+            parent = request.block_hashes[index - 1] if index else request.chain_start
+            worker.pool.publish(
+                request.blocks[index],
+                CachedBlock(
+                    name=request.block_hashes[index],
+                    parent=parent,
+                    tokens=_tokens_of(request, size, index),
+                ),
+            )
+        request.num_published = num_full
+
+    def _name_blocks(self, request: Request, block_size: int) -> None:
+        """Names all full blocks of known tokens. Workers may differ in block size."""
+        if request.hashed_block_size != block_size:
+            request.block_hashes.clear()
+            request.hashed_block_size = block_size
+            request.chain_start = prefix.chain_start(self._hash_key, request.cache_salt)
+        prefix.extend_chain(
+            request.block_hashes, request.chain_start, request.token_ids, block_size
+        )
+
+
+def _tokens_of(request: Request, block_size: int, index: int) -> bytes:
+    return prefix.block_tokens(request.token_ids[index * block_size : (index + 1) * block_size])
