@@ -37,6 +37,7 @@ def _attend_keys(
     v_head,
     table,  # the row's block table
     first_key,
+    begin_key,  # with a window: keys before it are not read
     end_key,  # keys from here on are not read
     window,
     scale,
@@ -55,6 +56,8 @@ def _attend_keys(
     key_pos = first_key + tl.arange(0, BLOCK_N)
     dim = tl.arange(0, D_PAD)
     valid = key_pos < end_key
+    if HAS_WINDOW:
+        valid = valid & (key_pos >= begin_key)
     block = tl.load(table + key_pos // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
     place = block * stride_block + (key_pos % BLOCK_SIZE) * stride_slot  # [N]
     k_mask, v_mask = valid[None, :], valid[:, None]
@@ -133,20 +136,20 @@ def prefill_kernel(
 
     first_pos = seq_len - query_len + first_query
     end_key = tl.minimum(first_pos + BLOCK_Q, seq_len)
-    first_key = 0
+    begin_key = 0
     if HAS_WINDOW:
-        # Down to a multiple of BLOCK_N: turns stand at the same keys whatever the chunk.
-        first_key = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
+        begin_key = tl.maximum(first_pos - window + 1, 0)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     table = block_tables + row.to(tl.int64) * table_stride
-    for key in range(first_key, end_key, BLOCK_N):
+    # From a multiple of BLOCK_N: turns stand at the same keys whatever the chunk.
+    for key in range(begin_key // BLOCK_N * BLOCK_N, end_key, BLOCK_N):
         top, total, acc = _attend_keys(
             query, seq_len - query_len + query_index, top, total, acc,
             k_cache + kv_head * stride_head, v_cache + kv_head * stride_head, table,
-            key, end_key, window, scale, softcap, stride_block, stride_slot,
+            key, begin_key, end_key, window, scale, softcap, stride_block, stride_slot,
             HEAD_DIM, D_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, DOT_FP32,
         )
 
@@ -188,11 +191,11 @@ def decode_kernel(
     if tl.load(query_start_loc + row + 1) - query_start != 1:
         return
     seq_len = tl.load(seq_lens + row)
-    first_key = 0
+    begin_key = 0
     if HAS_WINDOW:
-        first_key = tl.maximum(seq_len - window, 0)
-    split = first_key // SPLIT + tl.program_id(2)
-    start = tl.maximum(first_key // BLOCK_N * BLOCK_N, split * SPLIT)
+        begin_key = tl.maximum(seq_len - window, 0)
+    split = begin_key // SPLIT + tl.program_id(2)
+    start = tl.maximum(begin_key // BLOCK_N * BLOCK_N, split * SPLIT)
     end_key = tl.minimum((split + 1) * SPLIT, seq_len)
     if start >= end_key:
         return
@@ -217,7 +220,7 @@ def decode_kernel(
         top, total, acc = _attend_keys(
             query, query_pos, top, total, acc,
             k_cache + kv_head * stride_head, v_cache + kv_head * stride_head, table,
-            key, end_key, window, scale, softcap, stride_block, stride_slot,
+            key, begin_key, end_key, window, scale, softcap, stride_block, stride_slot,
             HEAD_DIM, D_PAD, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, DOT_FP32,
         )
 

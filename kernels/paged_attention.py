@@ -11,8 +11,8 @@ Two paths, chosen per row on the device, so that a step needs no host wait:
                     leaves (max, sum, weighted values) in scratch, reduce_kernel joins them.
 
 Which path, where keys are cut and in which order sums are joined depend on the row alone, never on
-the batch. Keys outside the window are not read, except for the rest of a turn; places past a row's
-end never are.
+the batch. Places past a row's end are never read, nor places that no query of a tile's window
+reaches.
 
 Under TRITON_INTERPRET=1, set before triton is first imported, the same code runs on CPU tensors.
 """

@@ -28,12 +28,46 @@ GROUP_FILL = 0.6  # the shortest row of a group has at least this share of the l
 MAX_GATHERED_TOKENS = 65_536
 
 
+class Gather:
+    """Blocks to gather from any layer's cache; their places are worked out for the first one."""
+
+    __slots__ = ("_places", "_strides", "blocks")
+
+    def __init__(self, blocks: Tensor) -> None:
+        self.blocks = blocks
+        self._strides: tuple[int, ...] = ()
+        self._places = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def of(self, cache: Tensor) -> Tensor:
+        """[N, Hkv, bs, D] -> a contiguous copy [Hkv, len(self) * bs, D].
+
+        index_select of a strided view copies the whole cache first. So it is given the contiguous
+        rows that the view is made of, one row per block and head, where the strides allow that.
+        """
+        num_blocks, num_heads, block_size, dim = cache.shape
+        row = block_size * dim
+        strides = cache.stride()
+        if strides[2] != dim or strides[0] % row or strides[1] % row:
+            return cache.transpose(0, 1)[:, self.blocks].flatten(1, 2)
+        blocks_apart, heads_apart = strides[0] // row, strides[1] // row
+        if self._strides != strides:
+            heads = torch.arange(num_heads, device=cache.device) * heads_apart
+            self._places = (heads[:, None] + self.blocks * blocks_apart).view(-1)
+            self._strides = strides
+        num_rows = (num_blocks - 1) * blocks_apart + (num_heads - 1) * heads_apart + 1
+        rows = cache.as_strided((num_rows, row), (row, 1))
+        return rows.index_select(0, self._places).view(num_heads, -1, dim)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeGroup:
     """Rows with one query token and about the same length, padded to num_blocks each."""
 
     tokens: Tensor  # [n] rows of q
-    blocks: Tensor  # [n * num_blocks] blocks to gather, padding repeats a row's first block
+    blocks: Gather  # n * num_blocks of them, padding repeats a row's first block
     mask: Tensor | None  # [1, n, 1, num_blocks * block_size] True where attended; None: all
     unwritten: Tensor | None  # gathered places (row * length + token) past the rows' ends
 
@@ -44,7 +78,7 @@ class PrefillRow:
 
     start: int  # q[start:end]
     end: int
-    blocks: Tensor  # [num_blocks]
+    blocks: Gather
     num_keys: int  # gathered tokens that count, from the first of `blocks` on
     mask: Tensor | None  # [end - start, num_keys]; None: plain causal from position 0
 
@@ -106,7 +140,7 @@ def make_attention_plan(
             PrefillRow(
                 start=starts[row],
                 end=starts[row + 1],
-                blocks=tables[row, first_block:end_block].to(device),
+                blocks=Gather(tables[row, first_block:end_block].to(device)),
                 num_keys=seq_len - keys_from,
                 mask=_prefill_mask(seq_len - query_len, seq_len, keys_from, window, device),
             )
@@ -223,7 +257,7 @@ def _decode_group(
     unwritten = ((place >= ends) & (place < written[:, None])).view(-1).nonzero().view(-1)
     return DecodeGroup(
         tokens=torch.tensor([starts[row] for _, row, _ in members], device=device),
-        blocks=blocks.view(-1).to(device),
+        blocks=Gather(blocks.view(-1).to(device)),
         mask=None if bool(attended.all()) else attended[None, :, None, :].to(device),
         unwritten=unwritten.to(device) if len(unwritten) else None,
     )
@@ -242,25 +276,6 @@ def _prefill_mask(
     return mask
 
 
-def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """[N, Hkv, bs, D] -> a contiguous copy [Hkv, len(blocks) * bs, D].
-
-    index_select of a strided view copies the whole cache first. So it is given the contiguous rows
-    that the view is made of, one row per block and head, where the strides allow that.
-    """
-    num_blocks, num_heads, block_size, dim = cache.shape
-    row = block_size * dim
-    block_stride, head_stride, token_stride, _ = cache.stride()
-    if token_stride != dim or block_stride % row or head_stride % row:
-        return cache.transpose(0, 1)[:, blocks].flatten(1, 2)
-    blocks_apart, heads_apart = block_stride // row, head_stride // row
-    num_rows = (num_blocks - 1) * blocks_apart + (num_heads - 1) * heads_apart + 1
-    rows = cache.as_strided((num_rows, row), (row, 1))
-    heads = torch.arange(num_heads, device=blocks.device) * heads_apart
-    index = heads[:, None] + blocks * blocks_apart
-    return rows.index_select(0, index.view(-1)).view(num_heads, -1, dim)
-
-
 def _attend_group(
     out: Tensor,
     q: Tensor,
@@ -273,7 +288,7 @@ def _attend_group(
 ) -> None:
     num_kv_heads, dim = k_cache.shape[1], q.shape[2]
     rows = len(group.tokens)
-    keys, values = _gather(k_cache, group.blocks), _gather(v_cache, group.blocks)
+    keys, values = group.blocks.of(k_cache), group.blocks.of(v_cache)
     if group.unwritten is not None:
         keys.index_fill_(1, group.unwritten, 0.0)
         values.index_fill_(1, group.unwritten, 0.0)
@@ -305,8 +320,8 @@ def _attend_row(
 ) -> None:
     num_kv_heads, dim = k_cache.shape[1], q.shape[2]
     query_len = row.end - row.start
-    keys = _gather(k_cache, row.blocks)[:, : row.num_keys]
-    values = _gather(v_cache, row.blocks)[:, : row.num_keys]
+    keys = row.blocks.of(k_cache)[:, : row.num_keys]
+    values = row.blocks.of(v_cache)[:, : row.num_keys]
     grouped = q[row.start : row.end].view(query_len, num_kv_heads, -1, dim).permute(1, 2, 0, 3)
     heads = grouped.shape[1]
     sink = None if sinks is None else sinks.view(num_kv_heads, heads, 1, 1)

@@ -65,8 +65,8 @@ INTERPRETER_TILES = Tiles(
 # (architecture, bytes of an element, padded head dim up to) -> tiles. sm_86 stands for all devices
 # with 99 KiB of shared memory a block: 8.6, 8.9, 12.x.
 TABLE: dict[tuple[int, int, int], Tiles] = {
-    (80, 2, 64): _tiles(128, 64, 4, 3, 64, 4, 3),
-    (80, 2, 128): _tiles(64, 64, 4, 3, 64, 4, 3),
+    (80, 2, 64): _tiles(128, 64, 8, 3, 64, 4, 3),
+    (80, 2, 128): _tiles(64, 64, 8, 3, 64, 4, 3),
     (80, 2, 256): _tiles(64, 32, 8, 2, 32, 4, 3),
     (80, 4, 64): _tiles(32, 32, 4, 2, 32, 4, 2),
     (80, 4, 128): _tiles(32, 32, 4, 2, 32, 4, 2),
@@ -80,9 +80,9 @@ TABLE: dict[tuple[int, int, int], Tiles] = {
     (90, 2, 64): _tiles(128, 64, 4, 3, 64, 4, 3),
     (90, 2, 128): _tiles(128, 64, 8, 3, 64, 4, 3),
     (90, 2, 256): _tiles(64, 64, 8, 2, 64, 4, 2),
-    (90, 4, 64): _tiles(32, 32, 4, 2, 32, 4, 2),
-    (90, 4, 128): _tiles(32, 32, 4, 2, 32, 4, 2),
-    (90, 4, 256): _tiles(16, 16, 4, 2, 16, 4, 2),
+    (90, 4, 64): _tiles(32, 32, 8, 2, 32, 8, 2),
+    (90, 4, 128): _tiles(16, 32, 8, 2, 32, 8, 2),
+    (90, 4, 256): _tiles(16, 16, 4, 2, 16, 8, 2),
 }
 
 

@@ -1,0 +1,78 @@
+"""The Triton kernels, run by the interpreter on CPU tensors, against dense float64 attention."""
+
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from tests.kernels import interpreted
+from tests.kernels.cases import FAULTS, Case
+from tests.kernels.mistakes import ATTENTION, STORE
+from tests.kernels.shapes import CASES, QUICK, random_cases
+
+# The fixture is one process for all examples, so that sharing it is meant.
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_quick_shapes(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    assert interpreter.submit(interpreted.attention_error, case).result() <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(interpreter: ProcessPoolExecutor, dtype: torch.dtype) -> None:
+    case = Case(rows=((1, 19), (4, 9)), num_heads=3, num_kv_heads=1, dtype=dtype)
+    assert interpreter.submit(interpreted.attention_error, case).result() <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("part", range(8))
+def test_awkward_shapes(interpreter: ProcessPoolExecutor, part: int) -> None:
+    """All cases; every third one in bf16 too."""
+    cases = CASES[part::8]
+    cases += [case.at(torch.bfloat16) for case in cases[::3]]
+    errors = {str(c): interpreter.submit(interpreted.attention_error, c).result() for c in cases}
+    assert {case: error for case, error in errors.items() if error > 1} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@settings(max_examples=30, deadline=None, suppress_health_check=SHARED)
+@given(case=random_cases(max_len=70))
+def test_random_mixes(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    assert interpreter.submit(interpreted.attention_error, case).result() <= 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_seen(interpreter: ProcessPoolExecutor, fault: str) -> None:
+    case = Case(rows=((1, 37), (3, 21)), window=20, block_size=8, num_heads=2)
+    assert interpreter.submit(interpreted.attention_error, case, fault).result() > 1
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_row_has_the_same_bits_alone(interpreter: ProcessPoolExecutor, window: int) -> None:
+    case = Case(rows=((1, 90), (2, 34), (1, 5)), num_kv_heads=1, num_heads=2, window=window)
+    assert interpreter.submit(interpreted.alone_equals_batched, case).result()
+
+
+def test_small_scratch_means_more_launches(interpreter: ProcessPoolExecutor) -> None:
+    """One row a launch: the scratch of a row with 2 heads and 2 splits is 1,056 bytes."""
+    case = Case(rows=((1, 70), (1, 9), (1, 33)), num_kv_heads=1, num_heads=2)
+    assert interpreter.submit(interpreted.launches_bounded, case, 1100).result() <= 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "head_dim", "block_size"), [(0, 64, 16), (1, 64, 4), (37, 80, 16), (19, 256, 5)]
+)
+def test_store(
+    interpreter: ProcessPoolExecutor, num_tokens: int, head_dim: int, block_size: int
+) -> None:
+    arguments = (num_tokens, head_dim, block_size, 3)
+    assert not interpreter.submit(interpreted.store_differs, *arguments).result()
+
+
+def test_mistakes_are_refused(interpreter: ProcessPoolExecutor) -> None:
+    for name, words in (ATTENTION | STORE).items():
+        assert words in interpreter.submit(interpreted.refusal, name).result(), name
