@@ -3,6 +3,7 @@
 from typing import cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -23,6 +24,21 @@ return 1
 """
 
 
+class _Pool(BlockingConnectionPool):
+    """Connects anew where the server has closed a connection that lay in the pool.
+
+    redis-py's check misses that, so that each such connection would fail one call after a restart
+    of the server; and to send a command again would not be safe.
+    """
+
+    async def ensure_connection(self, connection: AbstractConnection) -> None:
+        """Called before each use."""
+        reader = connection._reader
+        if reader is not None and (reader.at_eof() or reader.exception() is not None):
+            await connection.disconnect(nowait=True)
+        await super().ensure_connection(connection)
+
+
 def connect(url: str, *, blocking: bool = False) -> Redis:
     """A client that answers bytes and fails fast.
 
@@ -30,7 +46,7 @@ def connect(url: str, *, blocking: bool = False) -> Redis:
     cancelled call drops its connection, so a late reply can't reach another caller. Calls beyond
     MAX_CONNECTIONS wait up to 2 s for one: many requests at once are no failure of Redis.
     """
-    pool = BlockingConnectionPool.from_url(
+    pool = _Pool.from_url(
         url,
         timeout=2.0,
         socket_timeout=BLOCK_MS / 1000 + 3 if blocking else 2.0,
