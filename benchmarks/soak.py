@@ -64,7 +64,7 @@ async def _rest_client(
 
 
 async def generate(
-    stub: inference_pb2_grpc.InferenceServiceAsyncStub, request: inference_pb2.GenerateRequest
+    stub: "inference_pb2_grpc.InferenceServiceAsyncStub", request: inference_pb2.GenerateRequest
 ) -> tuple[list[int], list[inference_pb2.Finished]]:
     """Token ids and terminal messages of one Generate call. Raises grpc.aio.AioRpcError."""
     tokens: list[int] = []
@@ -77,18 +77,22 @@ async def generate(
     return tokens, ends
 
 
-def generate_request(job: Job) -> inference_pb2.GenerateRequest:
+def generate_request(job: Job, seed: int = 0) -> inference_pb2.GenerateRequest:
     """The same request as Job.body."""
     return inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=job.prompt),
         max_tokens=job.num_output,
         temperature=0.0,
         ignore_eos=True,
+        seed=seed,
     )
 
 
 async def _grpc_client(
-    stub: inference_pb2_grpc.InferenceServiceAsyncStub, work: Sequence[Job], end_s: float, t: Tally
+    stub: "inference_pb2_grpc.InferenceServiceAsyncStub",
+    work: Sequence[Job],
+    end_s: float,
+    t: Tally,
 ) -> None:
     for job in work:
         if time.monotonic() > end_s:

@@ -26,6 +26,14 @@ from servicekit import model_files
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 180.0
+# Becomes the process given, after asking the kernel to end it with its parent. Nothing may run
+# between fork and exec here, because the caller has gRPC's threads.
+_DIE_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 _T = TypeVar("_T")
 
 
@@ -102,7 +110,16 @@ class Process:
         assert self._popen is None or self._popen.poll() is not None
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self.ports = {}
-        self._popen = procs.start(self._argv, self._environ, self.log, ROOT)
+        with self.log.open("ab") as sink:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *self._argv],
+                env=dict(self._environ),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+            )
 
     def events(self) -> Iterator[dict[str, object]]:
         """The JSON lines that it has logged since its start."""
@@ -152,13 +169,17 @@ class Process:
 
     def terminate(self, timeout_s: float = 30.0) -> int:
         """SIGTERM; its exit status. Raises StackError if it does not end in time."""
+        if self.returncode is None:
+            self.signal(signal.SIGTERM)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """Its exit status. Raises StackError if it does not end in time."""
         assert self._popen is not None
-        if self._popen.poll() is None:
-            self._popen.send_signal(signal.SIGTERM)
         try:
             return self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise StackError(f"{self.name} does not end at SIGTERM\n{self.tail()}") from None
+            raise StackError(f"{self.name} does not end\n{self.tail()}") from None
 
     def destroy(self) -> None:
         """Ends it and all it has started, at once; for cleaning up."""
