@@ -9,12 +9,12 @@ Owns every request from arrival to its one end, and the state of every worker. R
 - what is admitted, where and when: see admission.
 """
 
-from heapq import heappop, heappush
 from typing import assert_never
 
 from scheduler_svc.core import planner
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.deadlines import Deadlines
 from scheduler_svc.core.events import (
     BecameLeader,
     Event,
@@ -57,7 +57,7 @@ class SchedulerCore:
         self._num_arrivals = 0
         self._last_steps: dict[WorkerId, int] = {}
         self._snapshot_attempts: dict[RequestId, int] = {}
-        self._deadlines: list[tuple[int, int, RequestId]] = []
+        self._deadlines = Deadlines()
         self._finishes: list[Finish] = []
         self._discards: list[str] = []
         self._given_up: list[WorkerId] = []
@@ -166,9 +166,12 @@ class SchedulerCore:
         request = self._new_request(event, sequence, arrived_ns, held)
         self._requests[request.request_id] = request
         self._waiting.add(request)
-        if request.deadline_ns is not None:
-            heappush(self._deadlines, (request.deadline_ns, sequence, request.request_id))
-        if request.num_output_tokens >= request.sampling.max_tokens:
+        self._deadlines.add(request)
+        if request.prompt_len == 0:
+            self._finish(
+                request, FinishReason.REJECTED, notify=True, message="the prompt has no tokens"
+            )
+        elif request.num_output_tokens >= request.sampling.max_tokens:
             self._finish(request, FinishReason.LENGTH, notify=True)
         else:
             self._reject_if_never_fits(request)
@@ -258,16 +261,13 @@ class SchedulerCore:
         del self._requests[request.request_id]
 
     def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._now_ns:
-            deadline_ns, _, request_id = heappop(self._deadlines)
-            request = self._requests.get(request_id)
-            if request is not None and request.deadline_ns == deadline_ns:
-                self._finish(
-                    request,
-                    FinishReason.DEADLINE,
-                    notify=True,
-                    message="the request's deadline has passed",
-                )
+        while (request := self._deadlines.pop_due(self._now_ns)) is not None:
+            self._finish(
+                request,
+                FinishReason.DEADLINE,
+                notify=True,
+                message="the request's deadline has passed",
+            )
 
     # Workers
 
@@ -290,12 +290,26 @@ class SchedulerCore:
                 self._reject_if_never_fits(request)
 
     def _raise_attempt_above(self, request_id: RequestId, attempt: int) -> None:
+        """Its gateway may have seen `attempt` and drops lower ones.
+
+        A request that runs under the same attempt elsewhere may stay: it repeats all that the other
+        worker can have sent.
+        """
         request = self._requests.get(request_id)
         if request is None:
-            self._snapshot_attempts[request_id] = attempt
-        elif request.state is RequestState.WAITING and request.attempt <= attempt:
-            request.attempt = attempt + 1
-            request.emit_from = 0
+            held = self._snapshot_attempts.get(request_id, 0)
+            self._snapshot_attempts[request_id] = max(held, attempt)
+            return
+        if request.attempt > attempt or (
+            request.attempt == attempt and request.state is not RequestState.WAITING
+        ):
+            return
+        if request.state is RequestState.RUNNING:
+            assert request.worker_id is not None
+            self._yield(self._workers[request.worker_id], request)
+        request.attempt = attempt + 1
+        request.emit_from = 0
+        request.emitted_by = None
 
     def _lost(self, worker_id: WorkerId) -> None:
         worker = self._workers.pop(worker_id, None)
@@ -330,16 +344,13 @@ class SchedulerCore:
         progressed = len(request.token_ids) != request.tokens_at_loss
         request.num_losses = 1 if progressed else request.num_losses + 1
         request.tokens_at_loss = len(request.token_ids)
-        if (
-            request.num_losses >= _MAX_LOSSES_WITHOUT_TOKEN
-            or request.attempt >= self.config.max_attempts
-        ):
-            self._finish(
-                request,
-                FinishReason.ERROR,
-                notify=True,
-                message=f"the request lost its worker {request.num_losses} times without a token",
-            )
+        if request.num_losses >= _MAX_LOSSES_WITHOUT_TOKEN:
+            message = f"the request lost its worker {request.num_losses} times without a token"
+        elif request.attempt >= self.config.max_attempts:
+            message = f"the request was tried {request.attempt} times"
+        else:
+            return
+        self._finish(request, FinishReason.ERROR, notify=True, message=message)
 
     def _hand_over_from_draining(self) -> None:
         """Moves requests off draining workers where another one can take them."""
@@ -450,11 +461,8 @@ class SchedulerCore:
             )
 
     def _wake_at_ns(self) -> int | None:
-        wakes = [self._deadlines[0][0]] if self._deadlines else []
-        stranded_ns = self._admission.wake_at_ns(self._now_ns)
-        if stranded_ns is not None:
-            wakes.append(stranded_ns)
-        return min(wakes, default=None)
+        wakes = (self._deadlines.next_ns(), self._admission.wake_at_ns(self._now_ns))
+        return min((wake for wake in wakes if wake is not None), default=None)
 
 
 def _chunks_are_whole(flight: StepInFlight, event: StepCompleted) -> bool:
