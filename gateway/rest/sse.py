@@ -55,17 +55,19 @@ class Framer:
         self._end = f"}}]{usage}}}\n\n"
 
     def opening(self, prompt_token_ids: Sequence[int]) -> bytes:
-        """The first frame: a chat's role, or the prompt's tokens where they are asked for."""
-        ids = to_json(list(prompt_token_ids)).decode() if self._head.return_token_ids else ""
-        prompt = f',"prompt_token_ids":{ids}' if ids else ""
-        usage = ',"usage":null' if self._head.include_usage else ""
-        if not self._head.chat:
-            return b""
-        choice = (
-            '{"index":0,"delta":{"role":"assistant","content":""},'
-            '"logprobs":null,"finish_reason":null}'
-        )
-        return f'{self._start},"choices":[{choice}]{prompt}{usage}}}\n\n'.encode()
+        """The first frame: a chat's role, and the prompt's tokens where they are asked for."""
+        prompt = ""
+        if self._head.return_token_ids:
+            prompt = f',"prompt_token_ids":{to_json(list(prompt_token_ids)).decode()}'
+        if self._head.chat:
+            delta = '"delta":{"role":"assistant","content":""}'
+            choice = f'{{"index":0,{delta},"logprobs":null,"finish_reason":null}}'
+            frame = f'{self._start},"choices":[{choice}]{prompt}{self._end[2:]}'
+        elif prompt:
+            frame = f'{self._before_text}""{self._after_text}null{prompt}{self._end}'
+        else:
+            frame = ""
+        return frame.encode()
 
     def delta(self, chunk: Chunk) -> bytes:
         """A frame of text; nothing where there is none to show."""
@@ -73,7 +75,7 @@ class Framer:
         if self._head.return_token_ids:
             if not chunk.text and not chunk.token_ids:
                 return b""
-            extra = f',"token_ids":{list(chunk.token_ids)}'
+            extra = f',"token_ids":{to_json(list(chunk.token_ids)).decode()}'
         elif not chunk.text:
             return b""
         text = encode_basestring(chunk.text)
@@ -131,5 +133,6 @@ def whole_answer(
         "usage": usage_object(usage),
     }
     if head.return_token_ids:
-        choice["prompt_token_ids"], choice["token_ids"] = list(token_ids[0]), list(token_ids[1])
+        place = body if head.chat else choice
+        place["prompt_token_ids"], choice["token_ids"] = list(token_ids[0]), list(token_ids[1])
     return to_json(body)
