@@ -30,6 +30,7 @@ PYTHON = VENV / "bin" / "python"
 MARK = "quire-setup.json"
 RUNTIME, TOOLS, CUDA = "requirements.lock", "requirements-dev.lock", "requirements-cuda.lock"
 TORCH = "torch"
+TICK_S = 10.0
 CPU_SIZES = "about 0.6 GB of packages to download, 2.3 GB on disk"
 CUDA_SIZES = "about 2.7 GB more to download for CUDA, 6 GB more on disk"
 CPU_DISK_GIB, CUDA_DISK_GIB, MODEL_DISK_GIB = 3.0, 9.0, 1.0
@@ -87,9 +88,21 @@ def say(text: str) -> None:
 
 
 def pip(*arguments: str, quiet: bool = False) -> None:
-    """Runs the environment's pip; its own output is the progress of the long steps."""
+    """Runs the environment's pip; its own output and a line now and then are the progress."""
     command = [str(PYTHON), "-m", "pip", *arguments, *(["--quiet"] if quiet else [])]
-    if subprocess.run(command, check=False, cwd=ROOT).returncode != 0:
+    started = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        while True:
+            try:
+                status = process.wait(TICK_S)
+                break
+            except subprocess.TimeoutExpired:
+                say(f"pip is at work ... {time.monotonic() - started:.0f} s")
+    except BaseException:
+        process.kill()
+        raise
+    if status != 0:
         raise SetupError(
             "pip failed: its message stands above. Nothing is lost: run the same command again"
         )
@@ -146,10 +159,12 @@ def install(torch_index: str) -> None:
     version = lock_lines(RUNTIME)[TORCH]
     cuda = choose_torch(version, torch_index)
     say("installing torch (step 1 of 3)")
-    pip("install", "--no-deps", *index_options(torch_index), f"{TORCH}=={version}")
+    # Without compiling: most of it is never imported, and what is compiles at its first import.
+    quick = ("install", "--no-deps", "--no-compile")
+    pip(*quick, *index_options(torch_index), f"{TORCH}=={version}")
     say("installing the other packages (step 2 of 3)")
     locks = [RUNTIME, TOOLS, *([CUDA] if cuda else [])]
-    pip("install", "--no-deps", *(part for name in locks for part in ("-r", name)))
+    pip(*quick, *(part for name in locks for part in ("-r", name)))
     say("checking that torch imports (step 3 of 3)")
     write_paths()
     check = "import torch, triton; print('[setup] torch', torch.__version__, 'imports')"
