@@ -1,0 +1,203 @@
+"""Fakes at the gateway's ports, and a builder for an engine over them.
+
+One token is one character: its id is the character's code.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from gateway.core.prompt import Message
+from gateway.core.types import (
+    Admission,
+    FinishReason,
+    ModelInfo,
+    Notice,
+    QueuedRequest,
+    RequestId,
+    TokenBatch,
+)
+from gateway.core.validation import RawRequest
+from gateway.engine import Engine, EngineConfig, LiveRequest
+from gateway.metrics import GatewayMetrics
+
+MODEL = ModelInfo(name="tiny", digest="d", vocab_size=0x3000, max_model_len=512, eos_token_ids=(3,))
+
+
+@dataclass
+class FakeQueue:
+    """Remembers; raises `error` while it is set."""
+
+    error: Exception | None = None
+    available: bool = True
+    admitted: list[QueuedRequest] = field(default_factory=list)
+    superseded: list[tuple[Admission, QueuedRequest]] = field(default_factory=list)
+    cancelled: list[RequestId] = field(default_factory=list)
+    arrivals: asyncio.Queue[QueuedRequest] = field(default_factory=asyncio.Queue)
+
+    async def admit(self, request: QueuedRequest) -> Admission:
+        """Adds or raises."""
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        self.admitted.append(request)
+        self.arrivals.put_nowait(request)
+        return Admission(entry_id=f"1-{len(self.admitted)}", deadline_ms=7)
+
+    async def supersede(self, old: Admission, request: QueuedRequest) -> Admission:
+        """Adds or raises."""
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        self.superseded.append((old, request))
+        return Admission(entry_id=f"2-{len(self.superseded)}", deadline_ms=old.deadline_ms)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Remembers."""
+        self.cancelled.append(request_id)
+
+
+@dataclass
+class FakeFleet:
+    """A fleet of any quality."""
+
+    usable: bool = True
+    max_model_len: int | None = None
+
+
+@dataclass
+class FakeLink:
+    """A worker's stream."""
+
+    connected: bool = True
+    cancelled: list[RequestId] = field(default_factory=list)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Remembers."""
+        self.cancelled.append(request_id)
+
+
+class FakeDetokenizer:
+    """Codes to characters."""
+
+    def push(self, token: int) -> str:
+        """One character."""
+        return chr(token)
+
+    def flush(self) -> str:
+        """Nothing is ever left."""
+        return ""
+
+
+class FakeTokenizer:
+    """Characters to codes."""
+
+    async def encode_text(self, text: str) -> Sequence[int]:
+        """One token per character."""
+        return [ord(c) for c in text]
+
+    async def encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
+        """Contents one after the other."""
+        return [ord(c) for m in messages for c in m.content]
+
+    def detokenizer(self) -> FakeDetokenizer:
+        """One per request."""
+        return FakeDetokenizer()
+
+
+@dataclass
+class Bench:
+    """An engine, what is behind it, and a worker to speak with."""
+
+    engine: Engine
+    queue: FakeQueue
+    fleet: FakeFleet
+    link: FakeLink
+    registry: CollectorRegistry
+    sequence: int = 0
+
+    def say(
+        self,
+        request_id: RequestId,
+        text: str = "",
+        *,
+        at: int = 0,
+        attempt: int = 1,
+        finish: FinishReason = FinishReason.UNSPECIFIED,
+        link: FakeLink | None = None,
+        cached: int = 0,
+    ) -> None:
+        """The worker sends tokens of a request."""
+        self.sequence += 1
+        batch = TokenBatch(
+            sequence=self.sequence,
+            request_ids=request_id,
+            attempts=[attempt],
+            first_positions=[at],
+            num_tokens=[len(text)],
+            token_ids=[ord(c) for c in text],
+            finish_reasons=[finish],
+            num_cached_tokens=[cached],
+        )
+        self.engine.on_batch(batch, link or self.link)
+
+    def notify(
+        self, request_id: RequestId, reason: FinishReason, message: str = "", attempt: int = 1
+    ) -> None:
+        """The scheduler sends a notice."""
+        self.engine.on_notice(
+            Notice(request_id=request_id, attempt=attempt, finish_reason=reason, message=message)
+        )
+
+    async def submit(self, text: str = "hi", **fields: object) -> LiveRequest:
+        """A live request."""
+        return await self.engine.submit(RawRequest(text=text, **fields))  # type: ignore[arg-type]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample's value."""
+        value = self.registry.get_sample_value(name, {"model_name": MODEL.name, **labels})
+        assert value is not None, name
+        return value
+
+
+def make_bench(
+    *, stall_s: float = 60.0, deadline_s: float = 600.0, buffer_tokens: int = 256
+) -> Bench:
+    """An engine that is not running its sweeper."""
+    queue, fleet, registry = FakeQueue(), FakeFleet(), CollectorRegistry()
+    engine = Engine(
+        model=MODEL,
+        config=EngineConfig(
+            default_deadline_s=deadline_s, stall_s=stall_s, stream_buffer_tokens=buffer_tokens
+        ),
+        queue=queue,
+        fleet=fleet,
+        tokenizer=FakeTokenizer(),
+        metrics=GatewayMetrics(registry, MODEL.name),
+    )
+    return Bench(engine=engine, queue=queue, fleet=fleet, link=FakeLink(), registry=registry)
+
+
+@contextlib.asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[Bench]:
+    """With its sweeper."""
+    task = asyncio.get_running_loop().create_task(bench.engine.run())
+    try:
+        yield bench
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def drain_chunks(bench: Bench, live: LiveRequest) -> tuple[str, FinishReason, str]:
+    """All that is left of a request: text, reason, code."""
+    text = ""
+    while True:
+        chunk = await bench.engine.next_chunk(live)
+        text += chunk.text
+        if chunk.end is not None:
+            return text, chunk.end.reason, chunk.end.code
