@@ -130,25 +130,17 @@ class Replica:
     def apply(self, plan: StepPlan) -> AppliedPlan | Refusal:
         """Changes the table to what the plan says, or nothing at all."""
         if not plan.reset and (self._awaiting_reset or plan.epoch != self._epoch):
-            self._awaiting_reset = True
-            return Refusal(
-                code=FaultCode.AWAITING_RESET,
-                message="only a plan with reset is taken now",
-                digest=self.digest,
-            )
+            message = "only a plan with reset is taken now"
+            return self._refuse(FaultCode.AWAITING_RESET, message, self.digest)
         try:
             after = stage(self._state, plan, self._limits)
+            if after.digest != plan.digest:
+                # Before the rows are checked: tables that differ explain what is wrong with rows.
+                message = f"digest is {after.digest:016x}, the plan has {plan.digest:016x}"
+                return self._refuse(FaultCode.DIGEST_MISMATCH, message, after.digest)
             pending, rows, num_wasted = stage_rows(after, self._limits)
         except InvalidPlanError as error:
-            self._awaiting_reset = True
-            return Refusal(code=FaultCode.INVALID_PLAN, message=str(error), digest=self.digest)
-        if after.digest != plan.digest:
-            self._awaiting_reset = True
-            return Refusal(
-                code=FaultCode.DIGEST_MISMATCH,
-                message=f"digest is {after.digest:016x}, the plan has {plan.digest:016x}",
-                digest=after.digest,
-            )
+            return self._refuse(FaultCode.INVALID_PLAN, str(error), self.digest)
         after.commit_growth()
         self._state = after
         self._pending = pending
@@ -159,6 +151,10 @@ class Replica:
             num_wasted_rows=num_wasted,
             digest=self.digest,
         )
+
+    def _refuse(self, code: FaultCode, message: str, own_digest: int) -> Refusal:
+        self._awaiting_reset = True
+        return Refusal(code=code, message=message, digest=own_digest)
 
     def fail_step(self) -> None:
         """The applied step was not computed: rows keep what they had computed before it."""

@@ -1,0 +1,239 @@
+"""The model's thread: strict order, faults with their scope, cancels between steps."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from gpu_worker.executor import MAX_QUEUED_PLANS, Executor, StepOutcome
+from gpu_worker.messages import FaultCode, FaultScope, FinishReason
+from gpu_worker.ports import ModelRunner, RunnerInfo, ScheduledRow, StepOutput
+from servicekit.logs import get_logger
+from tests.stub_worker.fake_runner import FakeOptions, FakeRunner, token_from_history
+from tests.worker_builders import PlanScript, make_admit, request_id
+
+OPTIONS = FakeOptions(
+    step_ms=0.0, vocab_size=100, num_blocks=64, block_size=4, max_model_len=40, max_num_seqs=8
+)
+
+
+class GatedRunner(FakeRunner):
+    """Waits in every step until the test lets it through."""
+
+    def __init__(self, options: FakeOptions) -> None:
+        super().__init__(options)
+        self.entered = threading.Event()
+        self.gate = threading.Event()
+
+    def run(self, rows: Sequence[ScheduledRow]) -> StepOutput:
+        self.entered.set()
+        assert self.gate.wait(10)
+        return super().run(rows)
+
+
+class Bench:
+    """An executor and what it posts."""
+
+    def __init__(self, load: Callable[[], ModelRunner]) -> None:
+        self.outcomes: asyncio.Queue[StepOutcome] = asyncio.Queue()
+        self.death: asyncio.Queue[str] = asyncio.Queue()
+        self.executor = Executor(
+            load=load,
+            on_outcome=self.outcomes.put_nowait,
+            on_death=self.death.put_nowait,
+            log=get_logger("test"),
+        )
+        self.script = PlanScript()
+
+    def submit(self, **plan: Any) -> bool:
+        return self.executor.submit(self.script.plan(**plan))
+
+    async def outcome(self) -> StepOutcome:
+        async with asyncio.timeout(10):
+            return await self.outcomes.get()
+
+
+@pytest.fixture
+async def make_bench() -> AsyncIterator[Callable[..., Any]]:
+    benches: list[Bench] = []
+
+    async def make(load: Callable[[], ModelRunner] | None = None, **options: Any) -> Bench:
+        chosen = FakeOptions(**{**{f: getattr(OPTIONS, f) for f in OPTIONS.__slots__}, **options})
+        bench = Bench(load or (lambda: FakeRunner(chosen)))
+        benches.append(bench)
+        await bench.executor.start()
+        return bench
+
+    yield make
+    for bench in benches:
+        bench.executor.stop()
+
+
+async def test_loading_gives_the_numbers_or_what_it_raised() -> None:
+    bench = Bench(lambda: FakeRunner(OPTIONS))
+    info = await bench.executor.start()
+    assert isinstance(info, RunnerInfo)
+    bench.executor.stop()
+
+    def fail() -> ModelRunner:
+        raise FileNotFoundError("no such model")
+
+    with pytest.raises(FileNotFoundError, match="no such model"):
+        await Bench(fail).executor.start()
+
+
+async def test_plans_are_computed_in_order_with_tokens_from_the_tables(
+    make_bench: Callable[..., Any],
+) -> None:
+    bench = await make_bench()
+    tokens = [11, 12, 13, 14, 15]
+    bench.submit(admits=[make_admit()], schedule=[(0, 5)])
+    bench.submit(schedule=[(0, 1)])
+    for _ in range(2):
+        bench.submit()
+    for step in range(1, 5):
+        outcome = await bench.outcome()
+        assert outcome.result.step == step
+        expected = token_from_history(tokens, OPTIONS)
+        assert list(outcome.result.token_ids) == [expected]
+        assert outcome.result.digest == bench.script.digest()
+        tokens.append(expected)
+    assert (bench.executor.last_step, bench.executor.busy) == (4, False)
+
+
+async def test_more_plans_than_may_wait_are_not_taken(make_bench: Callable[..., Any]) -> None:
+    runner = GatedRunner(OPTIONS)
+    bench = await make_bench(lambda: runner)
+    bench.submit(admits=[make_admit()], schedule=[(0, 5)])
+    await asyncio.to_thread(runner.entered.wait, 10)
+    assert bench.executor.busy
+    assert all(bench.submit() for _ in range(MAX_QUEUED_PLANS))
+    assert not bench.submit()
+    bench.executor.discard_plans()
+    runner.gate.set()
+    assert (await bench.outcome()).result.step == 1
+    await asyncio.sleep(0.05)
+    assert bench.outcomes.empty()
+    assert bench.executor.idle
+
+
+async def test_a_cancel_while_a_step_runs_takes_effect_before_the_next(
+    make_bench: Callable[..., Any],
+) -> None:
+    runner = GatedRunner(OPTIONS)
+    bench = await make_bench(lambda: runner)
+    bench.submit(admits=[make_admit(0), make_admit(1)], schedule=[(0, 5), (1, 5)])
+    bench.submit(schedule=[(0, 1), (1, 1)])
+    await asyncio.to_thread(runner.entered.wait, 10)
+    assert bench.executor.cancel(request_id(0))
+    runner.gate.set()
+    assert list((await bench.outcome()).result.slots) == [0, 1]
+    second = (await bench.outcome()).result
+    assert (list(second.slots), second.num_wasted_rows) == ([1], 1)
+    assert list(second.finished_slots) == []
+    finishes = bench.executor.snapshot().recent_finishes
+    assert [finish.finish_reason for finish in finishes] == [FinishReason.CANCELLED]
+
+
+async def test_a_cancel_takes_effect_without_a_plan(make_bench: Callable[..., Any]) -> None:
+    bench = await make_bench()
+    bench.submit(admits=[make_admit()], schedule=[(0, 5)])
+    await bench.outcome()
+    assert bench.executor.num_live_rows == 1
+    bench.executor.cancel(request_id(0))
+    for _ in range(500):
+        if bench.executor.num_live_rows == 0:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("the row is still alive")
+
+
+async def test_a_snapshot_does_not_wait_for_a_step(make_bench: Callable[..., Any]) -> None:
+    runner = GatedRunner(OPTIONS)
+    bench = await make_bench(lambda: runner)
+    bench.submit(admits=[make_admit()], schedule=[(0, 5)])
+    await asyncio.to_thread(runner.entered.wait, 10)
+    (state,) = bench.executor.snapshot().slots
+    assert (state.num_computed_tokens, state.num_output_tokens) == (0, 0)
+    runner.gate.set()
+    await bench.outcome()
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("oom", FaultCode.OUT_OF_MEMORY), ("error", FaultCode.COMPUTE)]
+)
+async def test_a_step_that_raises_fails_alone_and_a_reset_recovers(
+    make_bench: Callable[..., Any], kind: str, code: FaultCode
+) -> None:
+    bench = await make_bench(fail_at_step=f"{kind}@2")
+    bench.submit(admits=[make_admit()], schedule=[(0, 5)])
+    bench.submit(schedule=[(0, 1)])
+    bench.submit()
+    bench.submit(reset=True, admits=[make_admit()], schedule=[(0, 5)])
+    first, failed, awaiting, recovered = [await bench.outcome() for _ in range(4)]
+    assert not first.result.faults
+    (fault,) = failed.result.faults
+    assert (fault.scope, fault.code, fault.retryable) == (FaultScope.STEP, code, True)
+    assert (list(failed.result.slots), failed.batches) == ([], ())
+    assert awaiting.result.faults[0].code is FaultCode.AWAITING_RESET
+    assert not recovered.result.faults
+    assert recovered.result.token_ids == first.result.token_ids
+
+
+async def test_a_row_that_fails_ends_alone(make_bench: Callable[..., Any]) -> None:
+    bench = await make_bench(fail_at_step="row@1")
+    bench.submit(admits=[make_admit(0), make_admit(1)], schedule=[(0, 5), (1, 5)])
+    result = (await bench.outcome()).result
+    assert (list(result.slots), list(result.finished_slots)) == ([0], [1])
+    (fault,) = result.faults
+    assert (fault.scope, fault.slot) == (FaultScope.REQUEST, 1)
+    bench.submit(schedule=[(0, 1), (1, 0)])
+    assert not (await bench.outcome()).result.faults
+
+
+@pytest.mark.parametrize("kind", ["broken", "exit"])
+async def test_a_broken_device_ends_the_thread_with_a_worker_fault(
+    make_bench: Callable[..., Any], kind: str
+) -> None:
+    bench = await make_bench(fail_at_step=f"{kind}@1")
+    bench.submit(admits=[make_admit()], schedule=[(0, 5)])
+    bench.submit()
+    outcome = await bench.outcome()
+    assert outcome.worker_failed
+    assert outcome.result.faults[0].scope is FaultScope.WORKER
+    await asyncio.sleep(0.05)
+    assert bench.outcomes.empty()
+
+
+async def test_a_refused_plan_runs_nothing(make_bench: Callable[..., Any]) -> None:
+    runner = FakeRunner(OPTIONS)
+    bench = await make_bench(lambda: runner)
+    bench.submit(reset=False)
+    (fault,) = (await bench.outcome()).result.faults
+    assert (fault.scope, fault.code) == (FaultScope.STEP, FaultCode.AWAITING_RESET)
+    bench.submit(reset=True, releases=[3])
+    (fault,) = (await bench.outcome()).result.faults
+    assert fault.code is FaultCode.INVALID_PLAN
+    assert runner.num_runs == 0
+
+
+async def test_a_plan_without_rows_has_a_result_and_runs_nothing(
+    make_bench: Callable[..., Any],
+) -> None:
+    runner = FakeRunner(OPTIONS)
+    bench = await make_bench(lambda: runner)
+    bench.submit()
+    outcome = await bench.outcome()
+    assert (list(outcome.result.slots), outcome.num_tokens, runner.num_runs) == ([], 0, 0)
+
+
+async def test_the_times_of_a_step_add_up(make_bench: Callable[..., Any]) -> None:
+    bench = await make_bench(step_ms=20.0)
+    bench.submit(admits=[make_admit()], schedule=[(0, 5)])
+    bench.submit(schedule=[(0, 1)])
+    first, second = [(await bench.outcome()).result.times for _ in range(2)]
+    assert first.forward_us >= 20_000
+    assert second.total_us >= first.forward_us + second.forward_us
+    assert second.idle_us < 20_000
