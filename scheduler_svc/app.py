@@ -46,7 +46,7 @@ class SchedulerApp:
         self.ports: dict[str, int] = {}
         registry = new_registry()
         self._metrics = SchedulerMetrics(registry, config.model_name, self._sample)
-        self._ops = ops.OpsServer(registry, self._is_ready)
+        self._ops = ops.OpsServer(registry, self.is_ready)
         self._server = grpc_server.Server(
             lambda server: scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
                 SchedulerServicer(self._snapshot), server
@@ -56,6 +56,13 @@ class SchedulerApp:
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serves until `stop` or the end of the leadership; returns the exit code."""
+        try:
+            return await self._serve(stop)
+        except Exception:
+            _log.error("failed", exc_info=True)
+            return EXIT_FAILED
+
+    async def _serve(self, stop: asyncio.Event) -> int:
         host = self._config.host
         self._listening("ops", await self._ops.start(host, self._config.ops_port))
         try:
@@ -132,7 +139,7 @@ class SchedulerApp:
 
     # What others may look at
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         return self._term is not None and self._term.ready
 
     def _sample(self) -> Sample:
@@ -196,8 +203,4 @@ async def main(argv: list[str], environ: dict[str, str], stop: asyncio.Event) ->
     """The process's body."""
     config = settings.load(argv, environ)
     logs.configure(SCHEDULER, config.log_level)
-    try:
-        return await SchedulerApp(config).run(stop)
-    except Exception:
-        _log.error("failed", exc_info=True)
-        return EXIT_FAILED
+    return await SchedulerApp(config).run(stop)

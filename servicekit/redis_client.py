@@ -1,6 +1,7 @@
 """Redis connections and the registries of workers and gateways."""
 
-from typing import cast
+import asyncio
+from typing import Any, cast
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
@@ -39,6 +40,23 @@ class _Pool(BlockingConnectionPool):
         await super().ensure_connection(connection)
 
 
+class _Client(Redis):
+    """Lets no cancellation be lost.
+
+    asyncio.wait_for, which redis-py writes through, swallows a cancellation that comes as its
+    inner call ends (before Python 3.12): the command would be answered and the task live on.
+    """
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Called for each command outside pipelines."""
+        task = asyncio.current_task()
+        num_before = task.cancelling() if task is not None else 0
+        answer = await super().execute_command(*args, **options)
+        if task is not None and task.cancelling() > num_before:
+            raise asyncio.CancelledError
+        return answer
+
+
 def connect(url: str, *, blocking: bool = False) -> Redis:
     """A client that answers bytes and fails fast.
 
@@ -54,7 +72,7 @@ def connect(url: str, *, blocking: bool = False) -> Redis:
         retry=Retry(NoBackoff(), 0),
         max_connections=MAX_CONNECTIONS,
     )
-    return Redis.from_pool(pool)
+    return _Client.from_pool(pool)
 
 
 async def require_noeviction(redis: Redis) -> None:

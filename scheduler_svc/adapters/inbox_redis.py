@@ -115,11 +115,14 @@ class RequestInbox:
 
     async def listen(self, redis: Redis) -> None:
         """Wakes the reader by the wake channel. `redis` is a client for blocking reads."""
-        while True:
+        task = asyncio.current_task()
+        assert task is not None
+        while not task.cancelling():
             pubsub = redis.pubsub(ignore_subscribe_messages=True)
             try:
                 await pubsub.subscribe(redis_keys.wake(self._access.model))
-                while True:
+                # redis-py may swallow a cancellation while it connects; the count stays.
+                while not task.cancelling():
                     if await pubsub.get_message(timeout=1.0) is not None:
                         self.wake()
             except FAILURES:

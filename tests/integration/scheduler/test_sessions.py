@@ -1,0 +1,404 @@
+"""Sessions with workers over real gRPC: join, plan, resume, lose."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from quire.v1 import worker_pb2
+
+from scheduler_svc.adapters import loss_rules
+from scheduler_svc.adapters.clock import MonotonicClock
+from scheduler_svc.adapters.worker_link import EpochTooLowError, WorkerLink
+from scheduler_svc.core import SchedulerCore
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.events import (
+    BecameLeader,
+    Event,
+    RequestArrived,
+    RequestCancelled,
+    StepCompleted,
+    StepFailed,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSubscribed,
+)
+from scheduler_svc.core.ready import Finish
+from scheduler_svc.core.types import FaultScope, RequestId, WorkerId
+from scheduler_svc.ports import WorkerRecord
+from tests.builders import expected_output, make_request
+from tests.integration.scheduler.fake_worker_server import FakeWorkerServer
+from tests.integration.scheduler.harness import eventually, tokens_of
+
+EPOCH = 5
+CLOCK = MonotonicClock()
+
+
+class CountingObserver:
+    """A LinkObserver that counts."""
+
+    def __init__(self) -> None:
+        self.plan_bytes: list[int] = []
+        self.num_results = self.num_stale = self.num_mismatches = self.num_lost = 0
+
+    def plan_sent(self, num_bytes: int) -> None:
+        self.plan_bytes.append(num_bytes)
+
+    def step_returned(self, seconds: float, idle_us: int) -> None:
+        self.num_results += 1
+
+    def stale_result(self) -> None:
+        self.num_stale += 1
+
+    def digest_mismatch(self) -> None:
+        self.num_mismatches += 1
+
+    def worker_lost(self) -> None:
+        self.num_lost += 1
+
+
+class Rig:
+    """One link under a real core: each event is fed at once, each plan sent at once."""
+
+    def __init__(self, worker: FakeWorkerServer, *, epoch: int = EPOCH, grace_s: float = 0.5):
+        self.events: list[Event] = []
+        self.finishes: list[Finish] = []
+        self.observer = CountingObserver()
+        self.digests: list[str] = []
+        self.core = SchedulerCore(CoreConfig(max_inflight_steps=2))
+        self.core.feed(BecameLeader(now_ns=CLOCK.now_ns(), epoch=epoch))
+        self.link = WorkerLink(
+            self.record(worker),
+            epoch=epoch,
+            grace_ns=round(grace_s * 1e9),
+            clock=CLOCK,
+            sink=self,
+            observer=self.observer,
+            check_digest=lambda _, digest: self.digests.append(digest),
+        )
+
+    @staticmethod
+    def record(worker: FakeWorkerServer) -> WorkerRecord:
+        return WorkerRecord(
+            worker_id=WorkerId(worker.worker_id),
+            incarnation=worker.incarnation,
+            address=worker.address,
+            model_digest="d" * 64,
+        )
+
+    async def put(self, event: Event) -> None:
+        """EventSink."""
+        self.events.append(event)
+        asyncio.get_running_loop().call_soon(self.feed, event)
+
+    def feed(self, event: Event) -> None:
+        """What the driver does."""
+        self.core.feed(event)
+        ready = self.core.take_ready()
+        for plan in ready.plans:
+            self.link.send(plan)
+        self.finishes += ready.finishes
+        for _ in ready.given_up:
+            self.link.give_up()
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Events of a kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    async def saw(self, kind: type[Any], count: int = 1, timeout_s: float = 5.0) -> None:
+        """Waits for the count-th event of a kind."""
+        await eventually(lambda: len(self.of(kind)) >= count, timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Rig"]:
+        """The link's task and the loss rules' clock."""
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(self.link.run()), loop.create_task(self._check())]
+        try:
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _check(self) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            self.link.check(CLOCK.now_ns())
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[FakeWorkerServer]:
+    """A healthy worker."""
+    fake = FakeWorkerServer()
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+def request(name: str = "a", **fields: Any) -> RequestArrived:
+    """A request of the fake's gateway, with an id as long as the wire wants it."""
+    return make_request(name.ljust(16, "."), gateway_id="g1", now_ns=CLOCK.now_ns(), **fields)
+
+
+async def test_a_worker_joins_computes_and_its_results_reach_the_core(
+    worker: FakeWorkerServer,
+) -> None:
+    worker.snapshot_slots.append(
+        worker_pb2.SlotState(slot=1, generation=1, request_id=b"o" * 16, attempt=4)
+    )
+    async with Rig(worker).running() as rig:
+        await rig.saw(WorkerJoined)
+        arrival = request(prompt=11, max_tokens=9)
+        rig.feed(arrival)
+        await eventually(lambda: rig.finishes)
+    joined = rig.of(WorkerJoined)[0]
+    assert joined.capacity.num_slots == 32
+    assert joined.gateway_ids == {"g1"}
+    assert joined.snapshot_attempts == {b"o" * 16: 4}
+    assert rig.digests == ["d" * 64]
+    assert worker.plans[0].reset
+    assert worker.plans[0].epoch == EPOCH
+    tokens, _ = expected_output(arrival)
+    assert tokens_of(worker.emissions, arrival.request_id) == tokens
+    assert rig.finishes[0].num_output_tokens == 9
+    assert rig.observer.num_results == len(worker.plans) == len(rig.observer.plan_bytes)
+
+
+@pytest.mark.parametrize("lost_on_the_way", ["results", "plans"])
+async def test_a_broken_stream_is_resumed_without_a_trace(
+    worker: FakeWorkerServer, lost_on_the_way: str
+) -> None:
+    worker.step_s = 0.002
+    arrival = request(prompt=5, max_tokens=120)
+    async with Rig(worker).running() as rig:
+        await rig.saw(WorkerJoined)
+        rig.feed(arrival)
+        for count in (10, 30, 50, 70):
+            await rig.saw(StepCompleted, count)
+            if lost_on_the_way == "plans":
+                worker.flow.clear()
+            worker.cut()
+            await asyncio.sleep(0.02)
+            worker.flow.set()
+        await eventually(lambda: rig.finishes)
+    assert worker.num_sessions == 5
+    assert rig.of(WorkerLost) == []
+    assert len(rig.of(WorkerJoined)) == 1
+    steps = [event.step for event in rig.of(StepCompleted)]
+    assert steps == list(range(1, len(steps) + 1)), "each result once and in order"
+    assert tokens_of(worker.emissions, arrival.request_id) == expected_output(arrival)[0]
+    assert {opening.incarnation for opening in worker.opens[1:]} == {worker.incarnation}
+
+
+async def test_a_stream_gone_for_longer_than_the_grace_is_a_loss(worker: FakeWorkerServer) -> None:
+    async with Rig(worker, grace_s=0.3).running() as rig:
+        await rig.saw(WorkerJoined)
+        begin = CLOCK.now_ns()
+        await worker.stop()
+        await rig.saw(WorkerLost)
+        assert 0.3 <= (CLOCK.now_ns() - begin) / 1e9 < 0.6
+        port = int(worker.address.rpartition(":")[2])
+        await worker.start(port)
+        await rig.saw(WorkerJoined, 2)
+    assert worker.opens[-1].incarnation == 0, "a new life, not a resync"
+
+
+async def test_another_incarnation_is_a_loss_at_once(worker: FakeWorkerServer) -> None:
+    async with Rig(worker, grace_s=30.0).running() as rig:
+        await rig.saw(WorkerJoined)
+        port = int(worker.address.rpartition(":")[2])
+        await worker.stop()
+        successor = FakeWorkerServer()
+        await successor.start(port)
+        rig.feed(request(max_tokens=5))
+        await rig.saw(WorkerJoined, 2)
+        assert [type(e) for e in rig.events if not isinstance(e, StepCompleted)] == [
+            WorkerJoined,
+            WorkerLost,
+            WorkerJoined,
+        ]
+        # The registry still names the dead one for a moment: it must not end the new life.
+        rig.link.announced(Rig.record(worker))
+        await eventually(lambda: rig.finishes)
+        await successor.stop()
+    assert len(rig.of(WorkerLost)) == 1
+
+
+async def test_the_registry_can_name_another_incarnation(worker: FakeWorkerServer) -> None:
+    successor = FakeWorkerServer()
+    await successor.start()
+    async with Rig(worker, grace_s=30.0).running() as rig:
+        await rig.saw(WorkerJoined)
+        rig.link.announced(Rig.record(successor))
+        await rig.saw(WorkerJoined, 2)
+        assert len(rig.of(WorkerLost)) == 1
+        assert successor.num_sessions == 1
+        await successor.stop()
+
+
+async def test_a_silent_worker_with_plans_is_lost(
+    worker: FakeWorkerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_rules, "SILENT_NS", 300_000_000)
+    async with Rig(worker).running() as rig:
+        await rig.saw(WorkerJoined)
+        rig.feed(request(max_tokens=50))
+        await rig.saw(StepCompleted, 3)
+        worker.flow.clear()
+        worker.silent = True
+        await rig.saw(WorkerLost)
+        worker.flow.set()
+        worker.silent = False
+        await rig.saw(WorkerJoined, 2)
+        await eventually(lambda: rig.finishes)
+    assert rig.observer.num_lost == 1
+
+
+async def test_a_silent_worker_without_plans_only_loses_its_stream(
+    worker: FakeWorkerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_rules, "SILENT_NS", 300_000_000)
+    async with Rig(worker).running() as rig:
+        await rig.saw(WorkerJoined)
+        await rig.saw(StepCompleted)
+        worker.silent = True
+        await eventually(lambda: worker.num_sessions >= 2)
+        assert rig.of(WorkerLost) == []
+
+
+async def test_heartbeats_do_not_excuse_a_step_that_never_ends(
+    worker: FakeWorkerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_rules, "STUCK_NS", 900_000_000)
+    async with Rig(worker).running() as rig:
+        await rig.saw(WorkerJoined)
+        await rig.saw(StepCompleted)
+        worker.flow.clear()
+        rig.feed(request(max_tokens=50))
+        await asyncio.sleep(0.7)
+        assert rig.of(WorkerLost) == []
+        await rig.saw(WorkerLost)
+
+
+async def test_results_of_an_older_life_are_dropped(worker: FakeWorkerServer) -> None:
+    async with Rig(worker).running() as rig:
+        await rig.saw(WorkerJoined)
+        rig.feed(request(max_tokens=50))
+        await rig.saw(StepCompleted, 5)
+        worker.flow.clear()
+        await asyncio.sleep(0.05)
+        rig.link.give_up()  # two plans are in flight
+        rig.feed(WorkerLost(now_ns=CLOCK.now_ns(), worker_id=WorkerId("w1")))
+        await rig.saw(WorkerLost)
+        rig.link._kick.set()  # does not wait for the pause
+        await rig.saw(WorkerJoined, 2)
+        await asyncio.sleep(0.05)
+        worker.flow.set()
+        await eventually(lambda: rig.finishes)
+    assert rig.observer.num_stale == 2
+    assert rig.core.stats.num_recovered == 1
+
+
+async def test_a_refused_step_fails_and_work_goes_on_from_a_reset(
+    worker: FakeWorkerServer,
+) -> None:
+    async with Rig(worker).running() as rig:
+        await rig.saw(WorkerJoined)
+        arrival = request(prompt=7, max_tokens=40)
+        rig.feed(arrival)
+        await rig.saw(StepCompleted, 5)
+        worker.fault_next = worker_pb2.Fault(
+            scope=worker_pb2.Fault.SCOPE_STEP,
+            code=worker_pb2.Fault.CODE_DIGEST_MISMATCH,
+            message="planted",
+        )
+        await eventually(lambda: rig.finishes)
+    failed = rig.of(StepFailed)[0]
+    assert failed.scope is FaultScope.STEP
+    assert failed.reason == "DIGEST_MISMATCH: planted"
+    assert rig.observer.num_mismatches == 1
+    assert tokens_of(worker.emissions, arrival.request_id) == expected_output(arrival)[0]
+
+
+async def test_a_worker_of_a_higher_epoch_ends_the_term(worker: FakeWorkerServer) -> None:
+    worker.refuses_below = EPOCH + 3
+    rig = Rig(worker)
+    with pytest.raises(EpochTooLowError) as refusal:
+        await rig.link.run()
+    assert refusal.value.highest_epoch == EPOCH + 3
+
+
+async def test_a_draining_worker_leaves_without_a_grace(worker: FakeWorkerServer) -> None:
+    async with Rig(worker, grace_s=30.0).running() as rig:
+        await rig.saw(WorkerJoined)
+        worker.say(worker_pb2.SessionResponse(draining=worker_pb2.Draining()))
+        await rig.saw(WorkerDraining)
+        await worker.stop()
+        await rig.saw(WorkerLost)
+
+
+async def test_cancels_and_subscriptions_are_passed_on(worker: FakeWorkerServer) -> None:
+    async with Rig(worker).running() as rig:
+        await rig.saw(WorkerJoined)
+        worker.subscribe("g1", "g2")
+        worker.say(
+            worker_pb2.SessionResponse(cancels=worker_pb2.Cancels(request_ids=[b"c" * 16, b"bad"]))
+        )
+        await rig.saw(RequestCancelled)
+        assert rig.link.gateway_ids == {"g1", "g2"}
+    assert [e.gateway_ids for e in rig.of(WorkerSubscribed)] == [{"g1", "g2"}]
+    assert [e.request_id for e in rig.of(RequestCancelled)] == [RequestId(b"c" * 16)]
+
+
+def _skip_a_step(worker: FakeWorkerServer) -> None:
+    result = worker_pb2.StepResult(epoch=EPOCH, step=worker.last_step + 9)
+    worker.say(worker_pb2.SessionResponse(result=result))
+
+
+def _uneven_columns(worker: FakeWorkerServer) -> None:
+    result = worker_pb2.StepResult(epoch=EPOCH, step=worker.last_step + 1, slots=[1, 2])
+    worker.say(worker_pb2.SessionResponse(result=result))
+
+
+def _second_hello(worker: FakeWorkerServer) -> None:
+    worker.say(worker_pb2.SessionResponse(hello=worker._hello()))
+
+
+@pytest.mark.parametrize("misbehave", [_skip_a_step, _uneven_columns, _second_hello])
+async def test_a_worker_that_breaks_the_protocol_loses_its_stream_only(
+    worker: FakeWorkerServer, misbehave: Callable[[FakeWorkerServer], None]
+) -> None:
+    worker.step_s = 0.002
+    async with Rig(worker).running() as rig:
+        await rig.saw(WorkerJoined)
+        arrival = request(max_tokens=60)
+        rig.feed(arrival)
+        await rig.saw(StepCompleted, 5)
+        misbehave(worker)
+        await eventually(lambda: rig.finishes)
+    assert worker.num_sessions == 2
+    assert rig.of(WorkerLost) == []
+    assert tokens_of(worker.emissions, arrival.request_id) == expected_output(arrival)[0]
+
+
+async def test_a_worker_of_another_schema_revision_is_not_used(worker: FakeWorkerServer) -> None:
+    worker.min_schema_revision = worker.max_schema_revision = 2
+    async with Rig(worker).running() as rig:
+        await eventually(lambda: len(worker.opens) == 2)
+        assert rig.events == []
+
+
+async def test_a_worker_that_left_the_registry_before_joining_is_forgotten(
+    worker: FakeWorkerServer,
+) -> None:
+    await worker.stop()
+    rig = Rig(worker)
+    running = asyncio.get_running_loop().create_task(rig.link.run())
+    await asyncio.sleep(0.1)
+    rig.link.announced(None)
+    async with asyncio.timeout(2):
+        await running
+    assert rig.events == []
