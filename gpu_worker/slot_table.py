@@ -63,9 +63,9 @@ class Row:
         return len(self.tokens) - self.prompt_len
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingRow:
-    """A row's part of the step being computed."""
+    """A row's part of the step being computed. Not frozen: there is one per row and step."""
 
     row: Row
     num_tokens: int
@@ -263,7 +263,10 @@ def stage_rows(
             raise InvalidPlanError(f"slot {slot}: the table does not cover {end} tokens")
         total += num_tokens
         first = start // block_size
-        written.update(blocks[first : last + 1])
+        if first == last:
+            written.add(blocks[last])
+        else:
+            written.update(blocks[first : last + 1])
         num_blocks_written += last + 1 - first
         samples = end == known
         pending.append(PendingRow(row, num_tokens, samples))
