@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.local import procs
-from deploy.local.logtail import SHOWN_LINES, LogTail
+from deploy.local.logtail import SHOWN_LINES, LogTail, parse
 
 DEATHS, DEATHS_WINDOW_S = 5, 60.0
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -105,7 +105,8 @@ class Child:
         except ValueError:
             how = f"signal {-code}"
         lines = procs.last_lines(self.tail.path, 12)
-        shown = "\n".join(f"    | {line[:300]}" for line in lines) or "    | (no output)"
+        plain = [str(parse(line.encode()) or line[:300]) for line in lines] or ["(no output)"]
+        shown = "\n".join(f"    | {line}" for line in plain)
         return f"{self.spec.name} has died ({how}); its last lines, from {self.tail.path}:\n{shown}"
 
     def plan_restart(self, now: float) -> float | None:

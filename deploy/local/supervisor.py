@@ -19,7 +19,8 @@ READY_POLL_S = 0.3
 PROGRESS_S = 3.0
 READY_LIMIT_S = 3600.0
 REDIS_LIMIT_S = 120.0
-# How long each stage of a drain may take before it is killed; the gateway's comes after drain_s.
+# What each stage of a drain has at least before it is killed, the gateway's after drain_s. A stage
+# may also use what the ones before it left over: the whole is bounded by their sum.
 STAGE_S = {Role.GATEWAY: 2.5, Role.WORKER: 5.0, Role.SCHEDULER: 3.0, Role.REDIS: 2.0}
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
@@ -164,12 +165,13 @@ class Supervisor:
     def _drain(self) -> int:
         """Ends the stack stage by stage; 0, or INTERRUPTED after a second signal."""
         say(f"draining: running requests get {self._drain_s:g} s; a second signal ends at once")
+        end = time.monotonic() + self._drain_s + sum(STAGE_S.values())
         for role in sorted(Role):
+            until = end - sum(least for later, least in STAGE_S.items() if later > role)
             stage = [c for c in self._children if c.spec.role is role]
+            began = time.monotonic()
             for child in stage:
                 child.terminate()
-            limit = STAGE_S[role] + (self._drain_s if role is Role.GATEWAY else 0.0)
-            until = time.monotonic() + limit
             while any(child.alive for child in stage) and time.monotonic() < until:
                 for child in stage:
                     for line in child.news():
@@ -180,7 +182,8 @@ class Supervisor:
                 time.sleep(POLL_S / 2)
             for child in stage:
                 if child.alive:
-                    say(f"{child.spec.name} did not end within {limit:g} s; killed")
+                    waited = time.monotonic() - began
+                    say(f"{child.spec.name} did not end within {waited:.1f} s; killed")
                 child.kill()
         say("stopped")
         return OK

@@ -154,7 +154,7 @@ def test_a_dead_worker_is_reported_and_restarted(start: Callable[..., Running]) 
         n: p for n, p in before.items() if n != "worker-1"
     }
     assert "worker-1 has died (signal SIGKILL)" in stack.output
-    assert '| {"event": "odd"' in stack.output
+    assert "| warning: odd who=worker-1" in stack.output
     assert "worker-1 restarts in 0.5 s" in stack.output
     assert stack.end() == 0
 
