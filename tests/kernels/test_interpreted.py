@@ -27,7 +27,7 @@ def test_half_precision(interpreter: ProcessPoolExecutor, dtype: torch.dtype) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(8))
 def test_awkward_shapes(interpreter: ProcessPoolExecutor, part: int) -> None:
     """All cases; every third one in bf16 too."""
@@ -38,7 +38,7 @@ def test_awkward_shapes(interpreter: ProcessPoolExecutor, part: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @settings(max_examples=30, deadline=None, suppress_health_check=SHARED)
 @given(case=random_cases(max_len=70))
 def test_random_mixes(interpreter: ProcessPoolExecutor, case: Case) -> None:
