@@ -184,7 +184,7 @@ def make_backend(name: str, device: torch.device) -> Backend:
         return TorchBackend()
     if name != "triton":
         raise ValueError(f"QUIRE_ATTENTION_BACKEND={name!r} is not a back end")
-    if device.type == "cpu" and not _interpreted():
+    if device.type == "cpu" and not interpreted():
         raise ValueError(
             "QUIRE_ATTENTION_BACKEND=triton on a CPU works in Triton's interpreter only: "
             "set TRITON_INTERPRET=1, or use torch"
@@ -192,7 +192,7 @@ def make_backend(name: str, device: torch.device) -> Backend:
     return TritonBackend()
 
 
-def _interpreted() -> bool:
+def interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter."""
     import triton
 

@@ -151,7 +151,7 @@ def _choose_dense(
     and who is over the value of the token with the least bound is out; a margin covers fp32.
     """
     vocabulary = len(gaps)
-    uniform = _all_uniforms(vocabulary, spec.seed, position, spec.sample_index)
+    uniform = all_uniforms(vocabulary, spec.seed, position, spec.sample_index)
     if kept is not None:
         allowed = np.zeros_like(weights)
         allowed[kept] = weights[kept]
@@ -170,7 +170,7 @@ def uniforms(ids: TokenIds, seed: int, position: int, sample_index: int) -> Doub
     return _to_unit(words[ids & 3, np.arange(len(ids))])
 
 
-def _all_uniforms(vocabulary: int, seed: int, position: int, sample_index: int) -> Doubles:
+def all_uniforms(vocabulary: int, seed: int, position: int, sample_index: int) -> Doubles:
     """The v of every token: each counter's four words serve four of them."""
     words = philox(np.arange((vocabulary + 3) // 4, dtype=np.uint64), seed, position, sample_index)
     return _to_unit(words.T.ravel()[:vocabulary])

@@ -1,0 +1,87 @@
+"""Sizes of the KV cache, and which setting decides them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_worker import kv_cache
+from gpu_worker.kv_cache import GIB, CacheTooSmallError, SizingRequest
+from gpu_worker.models import KvShape
+
+SHAPE = KvShape(num_layers=30, num_kv_heads=3, head_dim=64, windows=(0,) * 30)
+
+
+def request(**changes: float) -> SizingRequest:
+    """Nothing set but the block size."""
+    values = {
+        "num_gpu_blocks_override": 0,
+        "kv_cache_gib": 0.0,
+        "block_size": 16,
+        "max_model_len": 0,
+        **changes,
+    }
+    return SizingRequest(**values)  # type: ignore[arg-type]
+
+
+def test_a_block_holds_all_layers() -> None:
+    size = kv_cache.block_bytes(SHAPE, 16, torch.bfloat16)
+    assert size == 30 * 2 * 3 * 16 * 64 * 2
+    assert kv_cache.block_bytes(SHAPE, 16, torch.float32) == 2 * size
+
+
+def test_the_override_wins_then_the_size_then_memory() -> None:
+    every = request(num_gpu_blocks_override=7, kv_cache_gib=1.0)
+    assert kv_cache.choose_num_blocks(every, 1 << 20, 10 * GIB) == 7
+    sized = request(kv_cache_gib=0.5)
+    assert kv_cache.choose_num_blocks(sized, 1 << 20, 10 * GIB) == 512
+    assert kv_cache.choose_num_blocks(request(), 1 << 20, 10 * GIB) == 10 * 1024
+
+
+def test_no_room_for_a_block_is_an_error_with_the_numbers() -> None:
+    with pytest.raises(CacheTooSmallError, match=r"1000 bytes .* hold no block of 2000 bytes"):
+        kv_cache.choose_num_blocks(request(), 2000, 1000)
+
+
+def test_the_longest_request_is_the_models_as_far_as_the_cache_goes() -> None:
+    assert kv_cache.choose_max_model_len(request(), 8192, 1000) == 8192
+    assert kv_cache.choose_max_model_len(request(), 8192, 100) == 1600
+    assert kv_cache.choose_max_model_len(request(max_model_len=512), 8192, 100) == 512
+
+
+def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error() -> None:
+    with pytest.raises(CacheTooSmallError, match=r"QUIRE_MAX_MODEL_LEN=1601 .*100 blocks"):
+        kv_cache.choose_max_model_len(request(max_model_len=1601), 8192, 100)
+    with pytest.raises(CacheTooSmallError, match="over the model's 8192 positions"):
+        kv_cache.choose_max_model_len(request(max_model_len=9000), 8192, 1000)
+
+
+def test_a_cpu_gives_a_quarter_of_its_memory_up_to_four_gib() -> None:
+    assert kv_cache.cpu_cache_bytes(8 * GIB) == 2 * GIB
+    assert kv_cache.cpu_cache_bytes(64 * GIB) == 4 * GIB
+
+
+def test_memory_is_the_machines_within_the_control_group(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 64 kB\n")
+    assert kv_cache.available_memory_bytes(tmp_path, tmp_path / "none") == 65536
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert kv_cache.available_memory_bytes(tmp_path, tmp_path) == 65536
+    (tmp_path / "memory.max").write_text("21000\n")
+    assert kv_cache.available_memory_bytes(tmp_path, tmp_path) == 20000
+    assert kv_cache.available_memory_bytes() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cache_is_zeros_and_its_pages_are_not_touched(dtype: torch.dtype) -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident_bytes()
+    cache = kv_cache.allocate(kv_cache.layout(SHAPE, 16, 3000), dtype, torch.device("cpu"))
+    assert cache.shape == (3000, 30, 2, 3, 16, 64)
+    assert cache.dtype == dtype
+    assert resident_bytes() - before < cache.nbytes / 10
+    assert not cache[[0, 1500, 2999]].any()
+    cache[7, 2, 1, 0, 3] = 1.5
+    assert float(cache[7].sum()) == 1.5 * 64
