@@ -21,7 +21,31 @@ from scheduler_svc.settings import SchedulerSettings
 from servicekit.logs import get_logger
 
 MAX_WAITING = 4096
+LOOK_PERIOD_NS = 100_000_000
 _log = get_logger("scheduler.term")
+
+
+class _Room:
+    """Whether the core may be given more requests: fewer than MAX_WAITING wait.
+
+    Counting walks over all requests, so it is done every LOOK_PERIOD_NS; in between, what has been
+    read since counts as waiting.
+    """
+
+    def __init__(self, core: Core, clock: Clock, outbox: CompletionOutbox) -> None:
+        self._core = core
+        self._clock = clock
+        self._outbox = outbox
+        self._looked_ns = 0
+        self._base = 0
+
+    def has_room(self) -> bool:
+        """Called before each read."""
+        now_ns = self._clock.now_ns()
+        if now_ns - self._looked_ns >= LOOK_PERIOD_NS:
+            self._looked_ns = now_ns
+            self._base = self._core.view().num_waiting - self._outbox.num_held
+        return self._base + self._outbox.num_held < MAX_WAITING
 
 
 class Term:
@@ -70,12 +94,10 @@ class Term:
             clock=clock,
             sink=self.queue,
             outbox=self.outbox,
-            has_room=lambda: len(self.queue) + core.view().num_waiting < MAX_WAITING,
+            has_room=_Room(core, clock, self.outbox).has_room,
             saw_gateway=self._gateways.saw_request,
         )
-        self._backlog = BacklogPublisher(
-            access, clock=clock, look=lambda: (core.view(), core.stats)
-        )
+        self._backlog = BacklogPublisher(access, clock=clock, core=core)
         self._driver = Driver(
             core,
             clock=clock,

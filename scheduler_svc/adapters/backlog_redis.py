@@ -1,12 +1,10 @@
 """Publishes how much work waits, for the gateways' bound and their Retry-After."""
 
 import asyncio
-from collections.abc import Callable
 
 from scheduler_svc.adapters import redis_scripts
 from scheduler_svc.adapters.redis_access import FencedRedis, RedisAwayError
-from scheduler_svc.core.ready import CoreStats, CoreView
-from scheduler_svc.ports import Clock
+from scheduler_svc.ports import Clock, Core
 from servicekit import redis_keys
 
 PERIOD_S = 0.2
@@ -22,12 +20,10 @@ class BacklogPublisher:
     not look like a slow model.
     """
 
-    def __init__(
-        self, access: FencedRedis, *, clock: Clock, look: Callable[[], tuple[CoreView, CoreStats]]
-    ) -> None:
+    def __init__(self, access: FencedRedis, *, clock: Clock, core: Core) -> None:
         self._access = access
         self._clock = clock
-        self._look = look
+        self._core = core
         self._tokens_per_s = 0.0
 
     async def run(self) -> None:
@@ -41,7 +37,7 @@ class BacklogPublisher:
             if total > num_tokens:
                 self._average((total - num_tokens) / ((now_ns - at_ns) / 1e9))
             num_tokens, at_ns = total, now_ns
-            view, _ = self._look()
+            view = self._core.view()
             values = [
                 str(view.num_waiting + view.num_running),
                 str(view.backlog_tokens),
@@ -60,7 +56,7 @@ class BacklogPublisher:
             written, written_ns = values, now_ns
 
     def _num_computed(self) -> int:
-        _, stats = self._look()
+        stats = self._core.stats
         return stats.num_prompt_tokens + stats.num_generation_tokens
 
     def _average(self, rate: float) -> None:

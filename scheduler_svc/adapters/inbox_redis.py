@@ -28,6 +28,7 @@ from servicekit import redis_keys
 from servicekit.logs import get_logger
 
 MAX_READ = 64
+YIELD_EVERY = 8
 POLL_S = 0.1
 RETRY_S = 0.2
 _STALE_NS = 10_000_000_000
@@ -168,8 +169,10 @@ class RequestInbox:
 
     async def _read_new(self) -> int:
         entries = await self._read(">")
-        for entry in entries:
+        for number, entry in enumerate(entries, start=1):
             await self._deliver(entry)
+            if number % YIELD_EVERY == 0:
+                await asyncio.sleep(0)  # long prompts must not hold up results
         return len(entries)
 
     async def _read(self, after: str) -> list[_Entry]:

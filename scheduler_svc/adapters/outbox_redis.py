@@ -42,6 +42,11 @@ class CompletionOutbox:
         """Completions not yet written."""
         return len(self._pending)
 
+    @property
+    def num_held(self) -> int:
+        """Entries read and not yet written as ended."""
+        return len(self._in_hand)
+
     def hold(self, entry_id: str) -> None:
         """The entry has been read and goes to the core.
 

@@ -19,6 +19,7 @@ _log = get_logger("scheduler.redis")
 
 # What redis-py raises when the server is gone, restarting, full or read-only.
 FAILURES = (RedisError, OSError, TimeoutError)
+LOG_PERIOD_NS = 5_000_000_000
 
 
 class RedisAwayError(Exception):
@@ -34,11 +35,13 @@ class DeposedError(Exception):
 
 
 class RedisHealth:
-    """Remembers whether Redis answers, and logs when that changes."""
+    """Remembers whether Redis answers, and logs when that changes, at most every 5 s."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._away_since_ns: int | None = None
+        self._logged = False
+        self._logged_ns = -LOG_PERIOD_NS
 
     @property
     def away(self) -> bool:
@@ -47,8 +50,11 @@ class RedisHealth:
 
     def failed(self, error: Exception) -> None:
         """A command failed."""
+        now_ns = self._clock.now_ns()
         if self._away_since_ns is None:
-            self._away_since_ns = self._clock.now_ns()
+            self._away_since_ns = now_ns
+        if not self._logged and now_ns - self._logged_ns > LOG_PERIOD_NS:
+            self._logged, self._logged_ns = True, now_ns
             _log.warning("redis_away", error=type(error).__name__, detail=str(error)[:200])
 
     def answered(self) -> None:
@@ -56,7 +62,9 @@ class RedisHealth:
         if self._away_since_ns is not None:
             seconds = (self._clock.now_ns() - self._away_since_ns) / 1e9
             self._away_since_ns = None
-            _log.info("redis_back", away_s=round(seconds, 3))
+            if self._logged:
+                self._logged = False
+                _log.info("redis_back", away_s=round(seconds, 3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,8 @@
 """One worker: dials it, keeps one session with it, resumes a broken one, says when it is lost.
 
-A life begins with WorkerJoined and ends with WorkerLost; in between the core may plan. Rules:
-
-- plans of a life go out in order, each at least until its result has come: after a broken stream
-  the worker says how far it got, and the rest is sent again;
-- results reach the core once and in order; what belongs to an older life is dropped and counted;
-- only `run` begins and ends lives, so their events are in order with the results'.
+A life begins with WorkerJoined and ends with WorkerLost; in between the core may plan, and a broken
+stream is resumed: the worker says how far it got, and the rest is sent again. Only `run` and the
+sessions it awaits begin and end lives, so their events are in order with the results'.
 
 Bounds: unreturned plans are bounded by the core (max_inflight_steps); reading stops while the event
 queue is full, and gRPC's flow control stops the worker.
@@ -14,7 +11,6 @@ queue is full, and gRPC's flow control stops the worker.
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -22,17 +18,16 @@ import grpc.aio
 
 from scheduler_svc import codec
 from scheduler_svc.adapters.loss_rules import WorkerHealth
+from scheduler_svc.adapters.worker_life import CannotResumeError, LinkError, WorkerLife
 from scheduler_svc.core.events import (
     RequestCancelled,
-    StepCompleted,
-    StepFailed,
     WorkerDraining,
     WorkerJoined,
     WorkerLost,
     WorkerSubscribed,
 )
 from scheduler_svc.core.ready import StepPlan
-from scheduler_svc.core.types import FaultScope, RequestId, WorkerId
+from scheduler_svc.core.types import RequestId, WorkerId
 from scheduler_svc.ports import (
     Cancels,
     Clock,
@@ -61,10 +56,6 @@ GIVEN_UP_PAUSE_S = 5.0
 _MAX_DEAD_INCARNATIONS = 8
 
 
-class LinkError(Exception):
-    """The worker broke the protocol, or the stream ended; the session is over."""
-
-
 _SESSION_ERRORS = (
     LinkError,
     grpc.aio.AioRpcError,
@@ -83,20 +74,6 @@ class EpochTooLowError(Exception):
     def __init__(self, highest_epoch: int) -> None:
         super().__init__(f"a worker knows epoch {highest_epoch}")
         self.highest_epoch = highest_epoch
-
-
-@dataclass(slots=True, kw_only=True)
-class _Life:
-    """From WorkerJoined to WorkerLost."""
-
-    incarnation: int
-    health: WorkerHealth
-    gateway_ids: frozenset[str]
-    unreturned: deque[tuple[int, bytes]] = field(default_factory=deque)
-    first_step: int = 0  # 0 until the plan with `reset` has been sent
-    last_result_step: int = 0
-    snapshot_gateways: set[str] = field(default_factory=set)
-    draining: bool = False
 
 
 class WorkerLink:
@@ -123,7 +100,7 @@ class WorkerLink:
         self._observer = observer
         self._check_digest = check_digest
         self._log = get_logger("scheduler.worker").bind(worker=record.worker_id)
-        self._life: _Life | None = None
+        self._life: WorkerLife | None = None
         self._ending: str | None = None
         self._session: asyncio.Task[None] | None = None
         self._outgoing: deque[bytes] = deque()
@@ -140,11 +117,6 @@ class WorkerLink:
     def address(self) -> str:
         """Where it was last dialled."""
         return self._address
-
-    @property
-    def is_joined(self) -> bool:
-        """The core may plan for it."""
-        return self._life is not None
 
     @property
     def gateway_ids(self) -> frozenset[str]:
@@ -168,14 +140,9 @@ class WorkerLink:
         life = self._life
         if life is None or self._ending is not None:
             return
-        if life.first_step == 0:
-            if not plan.reset:
-                return
-            life.first_step = plan.step
-            life.last_result_step = plan.step - 1
-        raw = codec.encode_plan(plan)
-        life.unreturned.append((plan.step, raw))
-        life.health.sent(plan.step, plan.num_scheduled_tokens, self._clock.now_ns())
+        raw = life.plan(plan, self._clock.now_ns())
+        if raw is None:
+            return
         self._outgoing.append(raw)
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
@@ -203,7 +170,7 @@ class WorkerLink:
         if self._life is not None and self._ending is None:
             self._ending = reason
             self._kick.set()
-            if self._session is not None:
+            if self._session not in (None, asyncio.current_task()):
                 self._session.cancel()
 
     # The link's task
@@ -282,14 +249,13 @@ class WorkerLink:
             method: Any = channel.stream_stream(METHOD)
             call: Call = method()
             life = self._life
-            await call.write(
-                codec.encode_open(
-                    epoch=self._epoch,
-                    last_result_step=life.last_result_step if life else 0,
-                    incarnation=life.incarnation if life else 0,
-                )
+            opening = codec.encode_open(
+                epoch=self._epoch,
+                last_result_step=life.last_result_step if life else 0,
+                incarnation=life.incarnation if life else 0,
             )
             async with asyncio.timeout(HELLO_TIMEOUT_S):
+                await call.write(opening)
                 hello = await self._read_hello(call)
             if life is not None:
                 self._resume(life, hello)
@@ -316,25 +282,21 @@ class WorkerLink:
             raise LinkError(f"the worker there is {message.worker_id!r}")
         return message
 
-    def _resume(self, life: _Life, hello: Hello) -> None:
+    def _resume(self, life: WorkerLife, hello: Hello) -> None:
         """The worker is the same and has all that is needed, or its life ends."""
-        oldest_needed = life.last_result_step + 1
-        applied = hello.last_applied_step
-        if hello.incarnation != life.incarnation:
-            self._dead.append(life.incarnation)
-            self._end_life("another incarnation answered")
-        elif applied < life.last_result_step and life.last_result_step >= life.first_step > 0:
-            self._end_life("it has forgotten steps")
-        elif applied >= oldest_needed > 1 and hello.first_result_step > oldest_needed:
-            self._end_life("it no longer has the results")
-        if self._ending is not None:
-            raise LinkError(self._ending)
+        try:
+            again = life.resume(hello)
+        except CannotResumeError as error:
+            if hello.incarnation != life.incarnation:
+                self._dead.append(life.incarnation)
+            self._end_life(str(error))
+            raise LinkError(str(error)) from error
         self._outgoing.clear()
-        self._outgoing.extend(raw for step, raw in life.unreturned if step > applied)
+        self._outgoing.extend(again)
         life.health.stream_open(self._clock.now_ns())
-        self._log.info("session_resumed", resent=len(self._outgoing))
+        self._log.info("session_resumed", resent=len(again))
 
-    async def _join(self, call: Call, hello: Hello) -> _Life:
+    async def _join(self, call: Call, hello: Hello) -> WorkerLife:
         attempts: dict[RequestId, int] = {}
         gateway_ids: set[str] = set()
         async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
@@ -354,7 +316,9 @@ class WorkerLink:
             self._dead.append(self._record.incarnation)
         self._check_digest(self.worker_id, hello.model_digest)
         now_ns = self._clock.now_ns()
-        life = _Life(
+        life = WorkerLife(
+            worker_id=self.worker_id,
+            epoch=self._epoch,
             incarnation=hello.incarnation,
             health=WorkerHealth(cost=hello.cost, grace_ns=self._grace_ns, now_ns=now_ns),
             gateway_ids=frozenset(gateway_ids),
@@ -374,7 +338,7 @@ class WorkerLink:
         self._log.info("worker_joined", address=self._address, incarnation=hello.incarnation)
         return life
 
-    async def _exchange(self, call: Call, life: _Life) -> None:
+    async def _exchange(self, call: Call, life: WorkerLife) -> None:
         writer = asyncio.get_running_loop().create_task(self._write_plans(call))
         try:
             while True:
@@ -404,39 +368,13 @@ class WorkerLink:
         finally:
             self._writer = None
 
-    async def _take_result(self, life: _Life, report: StepReport, now_ns: int) -> None:
-        stale = report.epoch != self._epoch or report.step <= life.last_result_step
-        if stale or life.first_step == 0:
+    async def _take_result(self, life: WorkerLife, report: StepReport, now_ns: int) -> None:
+        event = life.event(report, now_ns)
+        if event is None:
             self._observer.stale_result()
             return
-        if not life.unreturned or report.step != life.unreturned[0][0]:
-            raise LinkError(f"result of step {report.step} follows {life.last_result_step}")
-        fault = next((f for f in report.faults if f.scope is not FaultScope.REQUEST), None)
-        if fault is None:
-            await self._sink.put(
-                StepCompleted(
-                    now_ns=now_ns,
-                    worker_id=self.worker_id,
-                    step=report.step,
-                    slots=report.slots,
-                    token_ids=report.token_ids,
-                    finished=report.finished,
-                    num_wasted_rows=report.num_wasted_rows,
-                )
-            )
-        else:
-            await self._sink.put(
-                StepFailed(
-                    now_ns=now_ns,
-                    worker_id=self.worker_id,
-                    step=report.step,
-                    scope=fault.scope,
-                    reason=f"{fault.code}: {fault.message}",
-                )
-            )
-        life.last_result_step = report.step
-        life.unreturned.popleft()
-        lag_ns = life.health.returned(now_ns)
+        await self._sink.put(event)
+        lag_ns = life.returned(now_ns)  # not before: a session cut while it waits asks again
         self._observer.step_returned(lag_ns / 1e9, report.idle_us)
         for fault in report.faults:
             self._log.warning(
@@ -450,7 +388,9 @@ class WorkerLink:
             if fault.digest_mismatch:
                 self._observer.digest_mismatch()
 
-    async def _take_other(self, life: _Life, message: WorkerMessage | None, now_ns: int) -> None:
+    async def _take_other(
+        self, life: WorkerLife, message: WorkerMessage | None, now_ns: int
+    ) -> None:
         match message:
             case Heartbeat() | None:
                 pass
@@ -460,10 +400,8 @@ class WorkerLink:
             case Subscriptions():
                 await self._subscribed(life, message.gateway_ids, now_ns)
             case SnapshotChunk():  # after a resync only the gateways can be new
-                life.snapshot_gateways |= message.gateway_ids
-                if message.last:
-                    gateway_ids = frozenset(life.snapshot_gateways)
-                    life.snapshot_gateways.clear()
+                gateway_ids = life.snapshot_gateways(message)
+                if gateway_ids is not None:
                     await self._subscribed(life, gateway_ids, now_ns)
             case Draining():
                 if not life.draining:
@@ -476,7 +414,7 @@ class WorkerLink:
             case Hello() | StepReport():
                 raise LinkError(f"{type(message).__name__} out of place")
 
-    async def _subscribed(self, life: _Life, gateway_ids: frozenset[str], now_ns: int) -> None:
+    async def _subscribed(self, life: WorkerLife, gateway_ids: frozenset[str], now_ns: int) -> None:
         if gateway_ids != life.gateway_ids:
             life.gateway_ids = gateway_ids
             event = WorkerSubscribed(

@@ -16,6 +16,7 @@ from scheduler_svc.adapters.clock import MonotonicClock
 from scheduler_svc.adapters.inbox_redis import MAX_READ, RequestInbox
 from scheduler_svc.adapters.outbox_redis import CompletionOutbox
 from scheduler_svc.adapters.redis_access import DeposedError, FencedRedis, RedisHealth
+from scheduler_svc.core import CoreConfig, SchedulerCore
 from scheduler_svc.core.events import RequestArrived, RequestCancelled
 from scheduler_svc.core.ready import CoreStats, CoreView
 from scheduler_svc.core.types import FinishReason, RequestId
@@ -315,12 +316,17 @@ async def test_a_flushed_server_gets_its_group_back(redis: Redis) -> None:
         await eventually(lambda: len(queue.arrived) == 2)
 
 
-async def test_the_backlog_is_published_while_it_is_ours(any_redis: Redis) -> None:
+async def test_the_backlog_is_published_while_it_is_ours(
+    any_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await lead(any_redis)
     stats = CoreStats()
     view = CoreView(epoch=EPOCH, num_waiting=3, num_running=2, backlog_tokens=70, workers=())
     access = FencedRedis(any_redis, model=MODEL, epoch=EPOCH, health=RedisHealth(CLOCK))
-    publisher = BacklogPublisher(access, clock=CLOCK, look=lambda: (view, stats))
+    core = SchedulerCore(CoreConfig())
+    core.stats = stats
+    monkeypatch.setattr(core, "view", lambda: view)
+    publisher = BacklogPublisher(access, clock=CLOCK, core=core)
     task = asyncio.get_running_loop().create_task(publisher.run())
     await asyncio.sleep(0.1)
     stats.num_generation_tokens = 100

@@ -154,6 +154,7 @@ async def test_a_worker_joins_computes_and_its_results_reach_the_core(
         arrival = request(prompt=11, max_tokens=9)
         rig.feed(arrival)
         await eventually(lambda: rig.finishes)
+        await eventually(lambda: rig.observer.num_results == len(rig.observer.plan_bytes))
     joined = rig.of(WorkerJoined)[0]
     assert joined.capacity.num_slots == 32
     assert joined.gateway_ids == {"g1"}
