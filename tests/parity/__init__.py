@@ -1,0 +1,1 @@
+"""The worker's tokens and logits against transformers' own."""

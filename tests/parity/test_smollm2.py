@@ -1,0 +1,83 @@
+"""The real model in fp32: thirty prompts of 1 to 2,000 tokens, 64 new tokens each.
+
+They run together, in chunks, with shared prefixes, on blocks that do not hold all of them at once.
+One forward of transformers over prompt and output then checks tokens and logits of all positions.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.model_cache import real_model_dir
+from tests.parity.comparing import compare, recorded_logits, runner_of
+from tests.parity.fake_scheduler import FakeScheduler, Request
+
+NEW_TOKENS = 64
+LONG_LENS = (520, 700, 1000, 1400, 2000)
+MIDDLE_LENS = (129, 150, 180, 200, 256, 257, 300, 400)
+SHORT_LENS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 48, 64, 65, 80, 96, 100, 127, 128)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+PIECES = (
+    "The lighthouse keeper wrote the same three words in the log every evening: nothing to report.",
+    "def median(values):\n    ordered = sorted(values)\n    return ordered[len(ordered) // 2]\n",
+    "In 1869 the periodic table had 63 elements; gallium, scandium and germanium were gaps in it.",
+    "La pluie tombait depuis l'aube, et personne ne parlait dans la salle d'attente.",
+    '{"id": 7041, "tags": ["ferry", "night"], "price": 12.5, "valid": true}',
+    "Ingredients: 200 g flour, 2 eggs, a pinch of salt, 300 ml milk. Whisk, rest, fry in butter.",
+    "Q: Why does ice float?\nA: Because water expands when it freezes, so ice is less dense.\n",
+    "SELECT name, count(*) FROM visits GROUP BY name HAVING count(*) > 3 ORDER BY 2 DESC;",
+    "Dear Ms Okafor, thank you for your letter of 4 May about the broken gate at plot 17.",
+    "3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7",
+    "Tide tables are computed from harmonic constituents, of which M2 is usually the largest.",
+    "\u6771\u4eac\u306f\u65e5\u672c\u306e\u9996\u90fd\u3067\u3059\u3002",
+    "She turned the key twice, listened, and only then opened the drawer with the maps.",
+)
+
+
+def prompts(folder: Path) -> list[tuple[int, ...]]:
+    """Texts of PIECES in an order of their own each, cut to length."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(11)
+    cut = []
+    for length in (*SHORT_LENS, *MIDDLE_LENS, *LONG_LENS):
+        tokens: list[int] = []
+        while len(tokens) < length:
+            order = torch.randperm(len(PIECES), generator=generator).tolist()
+            tokens += tokenizer("\n".join(PIECES[at] for at in order))["input_ids"]
+        cut.append(tuple(tokens[:length]))
+    cut[-4] = cut[-2][:600] + cut[-4][600:]  # one long prompt begins as another does
+    return cut
+
+
+def test_thirty_prompts(record_property: Callable[[str, object], None]) -> None:
+    folder = real_model_dir()
+    torch.set_num_threads(2)
+    requests = [
+        Request(number, prompt, NEW_TOKENS)
+        for number, prompt in enumerate(reversed(prompts(folder)))
+    ]
+    assert len(requests) == 30
+    assert sum(len(request.prompt) > 512 for request in requests) == 5
+    runner = runner_of(
+        folder, block_size=16, num_gpu_blocks_override=260, max_model_len=2100, num_threads=2
+    )
+    scheduler = FakeScheduler([runner], chunk=256, budget=256, max_rows=16, share_prefixes=True)
+    with recorded_logits() as recording:
+        scheduler.run(requests)
+    assert scheduler.num_chunks > 0
+    assert scheduler.num_mixed_steps > 0
+    assert scheduler.num_cached_tokens > 0
+    assert scheduler.num_preemptions > 0
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    parity = compare(reference, requests, recording)
+    record_property("parity", str(parity))
+    assert parity.num_tokens == 30 * NEW_TOKENS
+    assert parity.num_near_ties <= 5
