@@ -84,15 +84,8 @@ async def require_noeviction(redis: Redis) -> None:
 
 async def announce(redis: Redis, model: str, kind: str, member_id: str, record: bytes) -> None:
     """Sets or renews a registry member for REGISTRY_TTL_MS. Call every second."""
-    await redis.eval(
-        _ANNOUNCE,
-        2,
-        redis_keys.record(model, kind, member_id),
-        redis_keys.registry(model, kind),
-        member_id,
-        record,
-        REGISTRY_TTL_MS,
-    )
+    keys = redis_keys.record(model, kind, member_id), redis_keys.registry(model, kind)
+    await redis.eval(_ANNOUNCE, 2, *keys, member_id, record, REGISTRY_TTL_MS)
 
 
 async def withdraw(redis: Redis, model: str, kind: str, member_id: str) -> None:
