@@ -71,6 +71,7 @@ class Gateway:
         reply_to = secrets.token_bytes(16)
         registry = new_registry()
         self._tokenizer = tokenizer
+        self.ports: dict[str, int] = {}
         self.queue = RedisQueue(
             url=settings.redis_url,
             model=model.name,
@@ -161,6 +162,7 @@ class Gateway:
         self._log.info("drained")
 
     def _listening(self, what: str, port: int) -> None:
+        self.ports[what] = port
         self._log.info("listening", what=what, port=port, host=self._settings.host)
 
 
