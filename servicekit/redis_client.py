@@ -51,7 +51,7 @@ class _Client(Redis):
         """Called for each command outside pipelines."""
         task = asyncio.current_task()
         num_before = task.cancelling() if task is not None else 0
-        answer = await super().execute_command(*args, **options)
+        answer = await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         if task is not None and task.cancelling() > num_before:
             raise asyncio.CancelledError
         return answer
