@@ -233,6 +233,16 @@ class LauncherStack:
         return Client(host="127.0.0.1", port=int(self.state["url"].rsplit(":", 1)[1]))
 
     @property
+    def base_url(self) -> str:
+        """Of the REST interface."""
+        return str(self.state["url"])
+
+    @property
+    def model_name(self) -> str:
+        """As served."""
+        return str(self.state["model"])
+
+    @property
     def grpc_address(self) -> str:
         """Of the gateway's gRPC interface."""
         return f"127.0.0.1:{self.state['grpc_port']}"
