@@ -127,7 +127,7 @@ async def test_a_wake_message_starts_a_read(redis: Redis, server: RedisServer) -
             await queue.saw(count + 1)
             gaps.append(CLOCK.now_ns() - begin)
         listening.cancel()
-    assert sorted(gaps)[2] < 40e6, "polling alone takes 50 ms on average"
+    assert min(gaps) < 25e6, "polling alone takes 50 ms on average"
 
 
 async def test_the_pending_list_is_read_again_by_the_next_leader(any_redis: Redis) -> None:

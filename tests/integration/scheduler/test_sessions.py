@@ -200,7 +200,7 @@ async def test_a_stream_gone_for_longer_than_the_grace_is_a_loss(worker: FakeWor
         begin = CLOCK.now_ns()
         await worker.stop()
         await rig.saw(WorkerLost)
-        assert 0.3 <= (CLOCK.now_ns() - begin) / 1e9 < 0.6
+        assert 0.3 <= (CLOCK.now_ns() - begin) / 1e9 < 2.0
         port = int(worker.address.rpartition(":")[2])
         await worker.start(port)
         await rig.saw(WorkerJoined, 2)

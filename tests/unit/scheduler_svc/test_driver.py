@@ -188,7 +188,7 @@ async def test_the_core_gets_a_tick_at_the_time_it_asked_for(rig: Rig) -> None:
     rig.start()
     while len(rig.core.done) < 3:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    assert 0.1 <= asyncio.get_running_loop().time() - begin < 0.2
+    assert 0.1 <= asyncio.get_running_loop().time() - begin < 2.0
     assert [[type(e) for e in events] for events in rig.core.done[1:]] == [[Tick], [Tick]]
     await asyncio.sleep(0.1)
     assert len(rig.core.done) == 3
