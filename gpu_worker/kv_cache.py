@@ -106,16 +106,25 @@ def available_memory_bytes(
     return available if limit == "max" else min(available, max(0, int(limit) - used))
 
 
-def cuda_cache_bytes(device: torch.device, utilization: float) -> int:
-    """What the share of the device leaves; call after a full step, whose peak counts as used.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Of a device after a full step over a trial cache, in bytes."""
 
-    Memory of other processes on the device counts as used too.
+    total: int
+    free: int
+    reserved: int  # by this process's allocator, used or not
+    peak: int  # most that this process had allocated, the trial cache included
+    trial_cache: int
+
+
+def device_cache_bytes(memory: DeviceMemory, utilization: float) -> int:
+    """What the share of the device leaves for the cache.
+
+    Memory of other processes, and this one's outside of torch, counts as used.
     """
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    others = total - free - reserved
-    peak = torch.cuda.max_memory_allocated(device)
-    return max(0, int(total * utilization) - others - peak)
+    others = memory.total - memory.free - memory.reserved
+    step = memory.peak - memory.trial_cache
+    return max(0, int(memory.total * utilization) - others - step)
 
 
 def allocate(of: CacheLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -307,6 +307,11 @@ def _probe(module: Any, device: torch.device, text: Any) -> KvShape:
             )
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"can't serve {name}: {error}") from error
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"can't serve {name}: {type(module).__name__} does not compute a flat batch of tokens "
+            f"and positions ({type(error).__name__}: {error})"
+        ) from error
     assert context.calls is not None
     return _kv_shape(name, context.calls, text)
 

@@ -200,8 +200,8 @@ def _sized(
     batched = settings.max_num_batched_tokens or default_batched_tokens(device)
     bytes_per_block = kv_cache.block_bytes(shape, settings.block_size, model.dtype)
     if device.type == "cuda":
-        profile(model, backend, settings.block_size, batched, settings.max_num_seqs)
-        memory = kv_cache.cuda_cache_bytes(device, settings.gpu_memory_utilization)
+        trial = profile(model, backend, settings.block_size, batched, settings.max_num_seqs)
+        memory = kv_cache.device_cache_bytes(trial, settings.gpu_memory_utilization)
     else:
         memory = kv_cache.cpu_cache_bytes(kv_cache.available_memory_bytes())
     request = kv_cache.SizingRequest(
@@ -273,11 +273,12 @@ def default_batched_tokens(device: torch.device) -> int:
 
 def profile(
     model: models.LoadedModel, backend: Backend, block_size: int, batched: int, num_seqs: int
-) -> None:
-    """A full step over a cache of its own, so that the device's peak shows what a step takes."""
+) -> kv_cache.DeviceMemory:
+    """A full step over a trial cache, so that the CUDA device's peak shows what a step takes."""
     num_tokens = min(batched, model.max_position_embeddings)
     num_blocks = -(-num_tokens // block_size)
     layout = kv_cache.layout(model.kv_shape, block_size, num_blocks)
+    trial_bytes = layout.total_bytes(model.dtype.itemsize)
     context = PagedContext(kv_cache.allocate(layout, model.dtype, model.device), backend)
     table = torch.arange(num_blocks, dtype=torch.int32, device=model.device)
     positions = torch.arange(num_tokens, device=model.device)
@@ -293,6 +294,14 @@ def profile(
     torch.cuda.synchronize(model.device)
     del context
     torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    return kv_cache.DeviceMemory(
+        total=total,
+        free=free,
+        reserved=torch.cuda.memory_reserved(model.device),
+        peak=torch.cuda.max_memory_allocated(model.device),
+        trial_cache=trial_bytes,
+    )
 
 
 def measure(runner: ModelRunner) -> StepCost:

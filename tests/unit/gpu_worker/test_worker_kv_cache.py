@@ -61,6 +61,12 @@ def test_a_cpu_gives_a_quarter_of_its_memory_up_to_four_gib() -> None:
     assert kv_cache.cpu_cache_bytes(64 * GIB) == 4 * GIB
 
 
+def test_a_device_gives_its_share_less_what_a_step_takes() -> None:
+    memory = kv_cache.DeviceMemory(total=1000, free=700, reserved=200, peak=350, trial_cache=50)
+    assert kv_cache.device_cache_bytes(memory, 0.9) == 900 - 100 - 300
+    assert kv_cache.device_cache_bytes(memory, 0.3) == 0
+
+
 def test_memory_is_the_machines_within_the_control_group(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 64 kB\n")
     assert kv_cache.available_memory_bytes(tmp_path, tmp_path / "none") == 65536

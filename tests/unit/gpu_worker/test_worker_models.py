@@ -57,7 +57,7 @@ REFUSED = [
     ("FalconConfig", {"alibi": True}, "falcon: it adds a position bias"),
     ("BartConfig", {}, "bart: it is an encoder-decoder"),
     ("T5Config", {}, "t5: it is an encoder-decoder"),
-    ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, "lfm2: .*of kind conv"),
+    ("Lfm2Config", {"layer_types": ["conv"], "num_hidden_layers": 1}, "lfm2: .*of kind conv"),
     ("ViTConfig", {}, "vit: transformers has no causal language model"),
     ("FalconConfig", {}, "falcon: FalconForCausalLM does not go through"),
 ]
@@ -177,6 +177,17 @@ def test_arguments_that_would_be_ignored_are_refused(
     forward = inner.forward
     inner.forward = lambda **kwargs: forward(**kwargs, **argument)
     with pytest.raises(UnsupportedModelError, match=f"can't serve llama: LlamaAttention {message}"):
+        models.wrap(module, CPU)
+
+
+def test_a_forward_of_another_kind_is_refused() -> None:
+    module = build(small(transformers.LlamaConfig))
+
+    def forward(input_ids: torch.Tensor, pixel_values: torch.Tensor) -> None:
+        raise AssertionError
+
+    module.forward = forward
+    with pytest.raises(UnsupportedModelError, match=r"llama: .*not compute a flat batch .*TypeErr"):
         models.wrap(module, CPU)
 
 
