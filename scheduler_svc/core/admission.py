@@ -45,6 +45,8 @@ class Admission:
         self._waiting = waiting
         self._workers = workers
         self._stranded_check_at_ns = 0
+        # Whether stranded_since_ns may be set in a waiting request.
+        self._some_stranded = False
 
     def eligible(self, request: Request) -> list[WorkerState]:
         """Workers that could run the request and whose tokens its gateway reads."""
@@ -144,6 +146,11 @@ class Admission:
             return []
         self._stranded_check_at_ns = now_ns + _STRANDED_CHECK_NS
         longest = self._longest_by_gateway()
+        needed = self._waiting.longest_by_gateway
+        all_have = all(longest.get(g, 0) >= num_tokens for g, num_tokens in needed.items())
+        if all_have and not self._some_stranded:
+            return []
+        self._some_stranded = not all_have
         stranded: list[Request] = []
         for request in self._waiting:
             if request.max_total_tokens <= longest.get(request.gateway_id, 0):

@@ -49,6 +49,7 @@ class Request:
     worker_id: WorkerId | None = None
     slot: Slot = NO_SLOT
     blocks: list[BlockId] = field(default_factory=list)
+    table_digest: int = 0
     # Names of the full blocks for one block size, and the parent of the first.
     block_hashes: list[BlockHash] = field(default_factory=list)
     hashed_block_size: int = 0

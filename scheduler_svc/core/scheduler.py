@@ -378,7 +378,8 @@ class SchedulerCore:
         """Books what each row of a step gave. No calls on the way of a decode inside its block."""
         tokens = dict(zip(event.slots, event.token_ids, strict=True))
         finished = dict(event.finished)
-        block_size = worker.capacity.block_size
+        stats, block_size = self.stats, worker.capacity.block_size
+        stats.num_generation_tokens += len(tokens)
         chunks_are_whole = _chunks_are_whole(flight, event)
         for slot, request, num_tokens, samples in zip(
             flight.slots, flight.requests, flight.num_tokens, flight.samples, strict=True
@@ -386,11 +387,11 @@ class SchedulerCore:
             token_id = tokens.get(slot)
             request.num_in_flight -= 1
             if request.state is RequestState.FINISHED:
-                self.stats.num_stale_tokens += token_id is not None
+                stats.num_stale_tokens += token_id is not None
+                stats.num_generation_tokens -= token_id is not None
                 continue
             if token_id is not None:
                 request.token_ids.append(token_id)
-                self.stats.num_generation_tokens += 1
                 if request.first_token_ns is None:
                     request.first_token_ns = self._now_ns
             reason = finished.get(slot)
@@ -399,7 +400,7 @@ class SchedulerCore:
                 confirmed = request.num_confirmed_tokens
                 request.num_confirmed_tokens = confirmed + num_tokens
                 if confirmed < request.prompt_len:
-                    self.stats.num_prompt_tokens += min(num_tokens, request.prompt_len - confirmed)
+                    stats.num_prompt_tokens += min(num_tokens, request.prompt_len - confirmed)
                 if (confirmed + num_tokens) // block_size > request.num_published:
                     self._sharing.publish(request, worker)
             elif request.state is RequestState.RETURNING:

@@ -107,7 +107,8 @@ class WorkerState:
         self.running[slot] = request
         insort(self.ranked, request, key=_by_rank)
         self.num_pending_prefill += max(0, request.num_wanted - 1)
-        self._count(request, 0, 1)
+        request.table_digest = 0
+        self._count(request, 0)
         return self._generations[slot]
 
     def announce(self, admit: Admit) -> None:
@@ -118,7 +119,7 @@ class WorkerState:
         """Appends a block to the table of a running request."""
         request.blocks.append(block)
         self._growth.append((request.slot, block))
-        self._count(request, len(request.blocks) - 1, 1)
+        self._count(request, len(request.blocks) - 1)
 
     def vacate(self, request: Request) -> None:
         """Frees slot and blocks at once; the next plan releases the slot on the worker."""
@@ -127,7 +128,7 @@ class WorkerState:
         del self.running[slot]
         del self.ranked[bisect_left(self.ranked, request.rank, key=_by_rank)]
         self.num_pending_prefill -= max(0, request.num_wanted - 1)
-        self._count(request, 0, -1)
+        self._digest = digest.add(self._digest, -request.table_digest)
         self.pool.release(request.blocks)
         heapq.heappush(self._free_slots, slot)
         self._rows.pop(slot, None)
@@ -199,14 +200,12 @@ class WorkerState:
             samples=samples,
         )
 
-    def _count(self, request: Request, first_index: int, sign: int) -> None:
-        amount = digest.table_sum(
-            request.slot,
-            self._generations[request.slot],
-            first_index,
-            request.blocks[first_index:],
-        )
-        self._digest = digest.add(self._digest, sign * amount)
+    def _count(self, request: Request, first_index: int) -> None:
+        """Adds table entries from first_index on to the digest."""
+        slot, blocks = request.slot, request.blocks[first_index:]
+        amount = digest.table_sum(slot, self._generations[slot], first_index, blocks)
+        request.table_digest = digest.add(request.table_digest, amount)
+        self._digest = digest.add(self._digest, amount)
 
     def view(self) -> WorkerView:
         """For Snapshot and metrics."""
