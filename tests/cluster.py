@@ -95,6 +95,9 @@ class Cluster:
         self.now_ns = 0
         self.gateway = FakeGateway()
         self.workers: dict[WorkerId, FakeWorker] = {}
+        # Who emits an attempt of a request, and the attempts that snapshots have shown.
+        self.sessions: dict[tuple[RequestId, int], FakeWorker] = {}
+        self.held: dict[RequestId, int] = {}
         self.finishes: dict[str, Finish] = {}
         self.discards: list[str] = []
         self.given_up: list[WorkerId] = []
@@ -113,7 +116,12 @@ class Cluster:
         ready = self.last = self.core.take_ready()
         check_all(self.core)
         for plan in ready.plans:
-            self.workers[plan.worker_id].take(plan)
+            worker = self.workers[plan.worker_id]
+            worker.take(plan)
+            for admit in plan.admits:
+                key = (admit.request_id, admit.attempt)
+                assert self.sessions.setdefault(key, worker) is worker, "two emit one attempt"
+                assert admit.attempt >= self.held.get(admit.request_id, 0)
         for finish in ready.finishes:
             assert finish.entry_id not in self.finishes, "an entry ends twice"
             self.finishes[finish.entry_id] = finish
@@ -136,6 +144,8 @@ class Cluster:
 
     def join_as(self, joined: WorkerJoined) -> FakeWorker:
         """A worker joins."""
+        for request_id, attempt in joined.snapshot_attempts.items():
+            self.held[request_id] = max(attempt, self.held.get(request_id, 0))
         worker = self.workers[joined.worker_id] = FakeWorker(joined)
         self.feed(joined)
         return worker
