@@ -140,7 +140,9 @@ class Open(_message.Message):
     last_result_step: _builtins.int
     """Step of the last result received in this epoch; results after it are sent again. 0: none."""
     incarnation: _builtins.int
-    """Incarnation the scheduler believes it talks to, 0 if it has not met the worker."""
+    """Incarnation the scheduler wants to go on with; 0 or another one starts afresh and gets no old
+    results.
+    """
     def __init__(
         self,
         *,
@@ -618,7 +620,9 @@ class StepPlan(_message.Message):
     epoch: _builtins.int
     """The leader's epoch."""
     step: _builtins.int
-    """Consecutive, from 1 in each epoch."""
+    """Consecutive, from 1 in each epoch; only a plan with `reset` may skip numbers, as after a lost
+    session.
+    """
     based_on_step: _builtins.int
     """Last result that the scheduler had seen."""
     num_steps: _builtins.int
