@@ -4,11 +4,13 @@ A child leads a session of its own, so that a terminal's Ctrl-C does not reach i
 kernel for SIGKILL when its parent dies, however that happens.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -16,21 +18,26 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def death_with_parent() -> Callable[[], None]:
+    """What a child must call between fork and exec, to be killed when this process dies."""
+    parent = os.getpid()
+
+    def ask() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+
+    return ask
+
+
 def start(
     argv: Sequence[str], environ: Mapping[str, str], log: Path, cwd: Path
-) -> "subprocess.Popen[bytes]":
+) -> subprocess.Popen[bytes]:
     """Starts `argv` with both outputs appended to `log`. Call from a process without threads.
 
     The kernel's signal follows the thread that forked, so that thread must live as long as the
     launcher: its main thread.
     """
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call above
-            os._exit(1)
-
     with log.open("ab") as sink:
         return subprocess.Popen(
             list(argv),
@@ -40,11 +47,11 @@ def start(
             stdout=sink,
             stderr=sink,
             start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - see the docstring
+            preexec_fn=death_with_parent(),  # noqa: PLW1509 - see the docstring
         )
 
 
-def kill_group(process: "subprocess.Popen[bytes]") -> None:
+def kill_group(process: subprocess.Popen[bytes]) -> None:
     """Ends the process and whatever it has started, at once."""
     try:
         os.killpg(process.pid, signal.SIGKILL)

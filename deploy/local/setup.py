@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy.local import preflight
+from deploy.local import preflight, procs
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
@@ -91,7 +91,9 @@ def pip(*arguments: str, quiet: bool = False) -> None:
     """Runs the environment's pip; its own output and a line now and then are the progress."""
     command = [str(PYTHON), "-m", "pip", *arguments, *(["--quiet"] if quiet else [])]
     started = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT)
+    # A pip that outlived this process would write into the environment of the next set-up.
+    hook = procs.death_with_parent()
+    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=hook)  # noqa: PLW1509 - no threads
     try:
         while True:
             try:

@@ -1,5 +1,6 @@
 """The set-up: what it accepts as finished, what it refuses to touch, what it says is missing."""
 
+import ast
 import json
 import socket
 import sys
@@ -133,3 +134,14 @@ def test_nothing_missing_prints_nothing(capsys: pytest.CaptureFixture[str]) -> N
     """The usual case."""
     assert preflight.report([preflight.make(), preflight.python(), None]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["__init__", "setup", "preflight", "procs"])
+def test_an_old_python_can_read_far_enough_to_say_that_it_is_too_old(name: str) -> None:
+    """Not a syntax error, which would help nobody."""
+    path = Path(setup.__file__).with_name(f"{name}.py")
+    tree = ast.parse(path.read_text(), feature_version=(3, 8))
+    imported = {
+        alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
+    }
+    assert imported <= sys.stdlib_module_names
