@@ -2,13 +2,10 @@
 
 import asyncio
 import secrets
-import socket
 
 import grpc.aio
-import uvicorn
 from quire.v1 import inference_pb2_grpc
 from redis.exceptions import RedisError
-from starlette.types import ASGIApp
 
 from gateway.adapters.queue_redis import RedisQueue
 from gateway.adapters.tokenizer_hf import HfTokenizer, ModelFilesError, load_model
@@ -18,47 +15,16 @@ from gateway.engine import Engine, EngineConfig
 from gateway.grpc_service import SERVICE_NAME, InferenceService
 from gateway.metrics import GatewayMetrics
 from gateway.rest.routes import Rest
+from gateway.rest.server import RestServer
 from gateway.settings import GatewaySettings
 from servicekit import logs, model_files
 from servicekit.grpc_server import Server
 from servicekit.metrics import new_registry
 from servicekit.ops import OpsServer
 
-BACKLOG = 2048
 # After the drain: time for the last frames and cancels to leave.
-LAST_WORDS_S = 2.0
+LAST_WORDS_S = 2
 START_RETRY_S = 0.5
-
-
-class RestServer:
-    """uvicorn inside this process's loop; signals stay with the process."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        config = uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(LAST_WORDS_S),
-        )
-        self._server = uvicorn.Server(config)
-
-    def listen(self, host: str, port: int) -> socket.socket:
-        """Binds; raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-
-    async def serve(self, listener: socket.socket) -> None:
-        """Until `stop`."""
-        await self._server._serve([listener])
-
-    def stop(self) -> None:
-        """Closes the listener and, after a moment, the connections."""
-        self._server.should_exit = True
 
 
 class Gateway:
@@ -100,7 +66,9 @@ class Gateway:
             tokenizer=tokenizer,
             metrics=GatewayMetrics(registry, model.name),
         )
-        self.rest = RestServer(Rest(self.engine, registry, settings.max_body_bytes).app())
+        self.rest = RestServer(
+            Rest(self.engine, registry, settings.max_body_bytes).app(), LAST_WORDS_S
+        )
         self.grpc = Server(self._register, [SERVICE_NAME])
         self.ops = OpsServer(registry, lambda: self.engine.ready)
         self._log = self._log.bind(gateway_id=gateway_id)
@@ -121,13 +89,13 @@ class Gateway:
         self._listening("ops", await self.ops.start(host, self._settings.ops_port))
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self.queue.run(self.engine.on_notice)),
                 group.create_task(self.fleet.run(self.engine)),
                 group.create_task(self.engine.run()),
             ]
             server = group.create_task(self.rest.serve(listener))
             await self._wait_for_redis(stop)
             if not stop.is_set():
+                tasks.append(group.create_task(self.queue.run(self.engine.on_notice)))
                 await self.grpc.set_serving(True)
                 self._log.info("ready")
             await _first(stop, server)
@@ -204,5 +172,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
         await Gateway(settings, model, tokenizer).run(stop)
     except* OSError as group:
         log.error("cannot_listen", why=str(group.exceptions[0]))
+        code = 1
+    except* RuntimeError as group:
+        log.error("cannot_start", why=str(group.exceptions[0]))
         code = 1
     return code
