@@ -39,7 +39,12 @@ def run(main: Callable[[list[str], dict[str, str], asyncio.Event], Awaitable[int
         runner = asyncio.Runner()
     try:
         with runner:
-            sys.exit(runner.run(body()))
+            code = runner.run(body())
+        # Taking the interpreter apart takes seconds where a model has been loaded, and all that
+        # had to be ended in order has been.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     except SettingsError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
