@@ -10,6 +10,9 @@ from servicekit.settings import Setting, boolean, choice, integer, number, text
 _BIG = 2**31 - 1
 GATEWAY, SCHEDULER, WORKER, LOCAL = "gateway", "scheduler_svc", "gpu_worker", "local"
 ALL = f"{GATEWAY} {SCHEDULER} {WORKER}"
+_POLICIES = choice("fcfs", "static")
+_PREEMPTION = choice("auto", "recompute")
+_BACKENDS = choice("auto", "native", "torch", "triton")
 
 
 def _s(services: str, name: str, parse: Any, default: Any, unit: str, help_: str) -> Setting:
@@ -44,22 +47,10 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(GATEWAY, "tokenizer_threads", integer(1, 64), 2, "threads", "tokenizing off the loop"),
     # scheduler
     _s(SCHEDULER, "scheduler_port", integer(0, 65535), 0, "port, 0 is a free one", "admin gRPC"),
-    _s(
-        SCHEDULER,
-        "scheduling_policy",
-        choice("fcfs", "static"),
-        "fcfs",
-        "",
-        "order of requests: fcfs (continuous batching) or static",
-    ),
+    _s(SCHEDULER, "scheduling_policy", _POLICIES, "fcfs", "", "fcfs (continuous) or static"),
     _s(SCHEDULER, "static_batch_size", integer(1, 65536), 8, "requests", "batch of `static`"),
     _s(
-        SCHEDULER,
-        "preemption_mode",
-        choice("auto", "recompute"),
-        "auto",
-        "",
-        "what preemption does; auto is recompute until swap is built",
+        SCHEDULER, "preemption_mode", _PREEMPTION, "auto", "", "auto: recompute until swap is built"
     ),
     _s(SCHEDULER, "enable_prefix_caching", boolean, True, "", "share KV blocks of equal prefixes"),
     _s(SCHEDULER, "max_inflight_steps", integer(1, 8), 2, "plans", "in flight per worker"),
@@ -103,14 +94,7 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(WORKER, "swap_space_gib", number(0, 0), 0.0, "GiB", "host KV; 0 until swap is built"),
     _s(WORKER, "kv_cache_dtype", choice("auto"), "auto", "", "dtype of the KV cache"),
     _s(WORKER, "tensor_parallel_size", integer(1, 1), 1, "devices", "1 until it is built"),
-    _s(
-        WORKER,
-        "attention_backend",
-        choice("auto", "native", "torch", "triton"),
-        "auto",
-        "",
-        "paged attention",
-    ),
+    _s(WORKER, "attention_backend", _BACKENDS, "auto", "", "paged attention"),
     _s(WORKER, "num_threads", integer(0, 1024), 0, "threads, 0: cores / workers", "of torch"),
     _s(WORKER, "outbox_batches", integer(16, 65536), 4096, "batches", "kept per gateway"),
     # the local launcher

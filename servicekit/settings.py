@@ -44,11 +44,18 @@ def boolean(raw: str) -> bool:
     raise ValueError("must be one of 1, 0, true, false, yes, no, on, off")
 
 
+def _number_of(kind: Callable[[str], Any], raw: str, what: str) -> Any:
+    try:
+        return kind(raw)
+    except ValueError as error:
+        raise ValueError(f"must be {what}") from error
+
+
 def integer(low: int, high: int) -> Callable[[str], int]:
     """A whole number in [low, high]."""
 
     def parse(raw: str) -> int:
-        value = int(raw)
+        value: int = _number_of(int, raw, "a whole number")
         if not low <= value <= high:
             raise ValueError(f"must be from {low} to {high}")
         return value
@@ -60,7 +67,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
     """A finite number in [low, high]."""
 
     def parse(raw: str) -> float:
-        value = float(raw)
+        value: float = _number_of(float, raw, "a number")
         if not (math.isfinite(value) and low <= value <= high):
             raise ValueError(f"must be from {low} to {high}")
         return value

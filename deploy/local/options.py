@@ -53,7 +53,10 @@ def read(environ: Mapping[str, str], cores: int | None = None) -> Options:
         if merged.get(short, "").strip():
             merged[name] = merged[short].strip()
     # Every service's values are checked here: a typing error ends the launcher, not a child.
-    values = {s: settings.load(s, CATALOGUE, [], merged) for s in (*ALL.split(), LOCAL)}
+    try:
+        values = {s: settings.load(s, CATALOGUE, [], merged) for s in (*ALL.split(), LOCAL)}
+    except settings.SettingsError as error:
+        raise settings.SettingsError(_as_typed(str(error), environ)) from error
     gateway, local = values["gateway"], values[LOCAL]
     cores = cores or len(os.sched_getaffinity(0))
     data_dir = local["data_dir"]
@@ -71,3 +74,11 @@ def read(environ: Mapping[str, str], cores: int | None = None) -> Options:
         num_threads=values["gpu_worker"]["num_threads"] or max(1, cores // local["workers"]),
         environ=merged,
     )
+
+
+def _as_typed(message: str, environ: Mapping[str, str]) -> str:
+    """The message under the name that the user wrote."""
+    for short, name in SHORT_NAMES.items():
+        if environ.get(short, "").strip() and message.startswith(f"{name}="):
+            return message.replace(name, short, 1)
+    return message

@@ -203,8 +203,12 @@ def check_machine(serve: bool, fresh: bool) -> int:
         ]
     if serve:
         from deploy.local import options
+        from servicekit.settings import SettingsError
 
-        chosen = options.read(os.environ)
+        try:
+            chosen = options.read(os.environ)
+        except SettingsError as error:
+            raise SetupError(str(error)) from error
         found.append(preflight.port(chosen.host, chosen.port, "PORT"))
         found.append(preflight.port(chosen.host, chosen.grpc_port, "GRPC_PORT"))
         if not (chosen.cache_dir / "models").exists():

@@ -51,8 +51,9 @@ def test_make_variables_stand_for_settings_and_win() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"WORKERS": "0"}, "QUIRE_WORKERS"),
-        ({"PORT": "http"}, "QUIRE_PORT"),
+        ({"WORKERS": "0"}, "^WORKERS='0': must be from 1"),
+        ({"PORT": "http"}, "^PORT='http': must be a whole number"),
+        ({"QUIRE_PORT": "http"}, "^QUIRE_PORT='http'"),
         ({"QUIRE_PROT": "8000"}, "QUIRE_PROT: no Quire service knows this setting"),
         ({"QUIRE_DTYPE": "fp16"}, "QUIRE_DTYPE"),
     ],
