@@ -15,7 +15,7 @@ export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model serve test test-model test-fast check lint fmt-check types imports proto-check \
-	proto-lint proto-breaking proto-fresh proto proto-baseline fmt bench bench-kernels clean
+	proto-lint proto-breaking proto-fresh proto proto-baseline fmt bench bench-kernels bench-scheduler clean
 
 help:  ## list the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -76,7 +76,10 @@ bench: setup  ## latency and throughput of serving, fcfs beside static
 	@$(PY) -m benchmarks.serving
 
 bench-kernels: setup  ## kernels against their roofline
-	@$(PY) -m kernels.bench
+	@$(PY) -m benchmarks.kernels
+
+bench-scheduler: setup  ## the scheduler core alone: time of a step, bytes of a plan
+	@$(PY) -m benchmarks.scheduler
 
 clean:  ## remove .venv, run folders and caches
 	@rm -rf .venv run .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
