@@ -67,7 +67,7 @@ proto: setup  ## write the stubs in protos/gen anew
 	@$(PY) -m grpc_tools.protoc -Iprotos $(STUBS) $(PROTOS)
 
 proto-baseline: setup  ## accept the protos as they are as the baseline
-	@.venv/bin/buf build protos -o protos/baseline.binpb
+	@.venv/bin/buf build protos --exclude-source-info -o protos/baseline.binpb
 
 fmt: setup  ## format the code
 	@$(PY) -m ruff format .
