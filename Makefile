@@ -30,7 +30,7 @@ serve:  ## set up if needed, then serve: PORT=8000 GRPC_PORT=9000 WORKERS=1 MODE
 	@exec $(PYTHON) -m deploy.local.setup --then deploy.local.launcher
 
 test: setup test-model  ## all tests that need no GPU (at most 10 minutes)
-	@$(PY) -m pytest -m "not gpu"
+	@$(PY) -m pytest -m "not gpu" --durations=15
 
 test-model: setup
 	@$(PY) -m deploy.local.model smollm2-135m
