@@ -92,7 +92,13 @@ def write_plot(path: Path, points: Sequence[Point], title: str) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    kinds = [kind for kind in ("closed", "poisson") if any(p.kind == kind for p in points)]
+    # A single level makes no line.
+    kinds = [
+        kind
+        for kind in ("closed", "poisson")
+        if len({p.level for p in points if p.kind == kind}) > 1
+    ]
+    kinds = kinds or ["closed"]
     figure, axes = plt.subplots(
         len(kinds), 3, figsize=(13, 3.7 * len(kinds) + 0.5), squeeze=False, layout="constrained"
     )
@@ -128,15 +134,23 @@ def _lines(line: Any, own: Sequence[Point], policy: str) -> None:
 
 
 def _dress(axis: Any, kind: str, xlabel: str, heading: str, levels: Sequence[float]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
     ticks = sorted(set(levels))
     if kind == "closed":
         axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [f"{level:.3g}" for level in ticks])
-    axis.minorticks_off()
+    axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel(xlabel)
     axis.set_title(heading, fontsize=10)
     if heading.endswith("ms"):
         axis.set_yscale("log")
+        plain = FuncFormatter(lambda value, _: f"{value:,.0f}")
+        axis.yaxis.set_major_formatter(plain)
+        axis.yaxis.set_minor_formatter(plain)
+        axis.tick_params(axis="y", which="minor", labelsize=7)
+        axis.yaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
     else:
+        axis.margins(y=0.15)
         axis.set_ylim(bottom=0)
-    axis.grid(True, which="major", alpha=0.3)
+    axis.grid(True, which="both" if heading.endswith("ms") else "major", alpha=0.25)

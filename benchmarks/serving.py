@@ -93,9 +93,9 @@ def run_policy(
 
 
 def closed_loads(options: argparse.Namespace) -> list[Load]:
-    """Twice as many requests as clients, and at least four."""
+    """Twice as many requests as clients and at least four; the quick form has one a client."""
     levels = options.concurrency or (QUICK_CONCURRENCY if options.quick else CONCURRENCY)
-    factor, least = (1.5, 2) if options.quick else (2, 4)
+    factor, least = (1, 1) if options.quick else (2, 4)
     return [
         Load(kind="closed", level=level, num_requests=max(least, int(factor * level)))
         for level in levels
@@ -195,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
     about_machine = report.machine()
     title = (
         f"Quire, prompts and answers of 64 to 192 tokens; {about_machine['cores']} cores "
-        f"{about_machine['cpu']}, commit {about_machine['commit']}"
+        f"{about_machine['cpu']}, commit {about_machine['commit'] or 'unknown'}"
     )
     report.write_plot(png_path, points, title)
     print(report.table(points))
