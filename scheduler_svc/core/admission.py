@@ -183,14 +183,15 @@ def _emission_start(request: Request, worker: WorkerState) -> int:
     """Output position the worker emits from; raises the attempt on a move between sessions.
 
     The session that emitted before still delivers through its outbox if it is this one. Any other
-    may have died with tokens unsent: everything is repeated under a higher attempt.
+    may have died with tokens unsent: everything is repeated under a higher attempt. A repeat goes
+    out with the first token sampled after it, so a row that gave none has left it to the next.
     """
-    if request.emitted_by is None:
-        start = request.emit_from
-    elif request.emitted_by == worker.session:
-        start = request.num_output_tokens
-    else:
-        request.attempt += 1
-        start = 0
+    if request.emitted_by is not None:
+        if request.emitted_by != worker.session:
+            request.attempt += 1
+            request.emit_from = 0
+        elif len(request.token_ids) > request.num_known_at_admission:
+            request.emit_from = request.num_output_tokens
     request.emitted_by = worker.session
-    return start
+    request.num_known_at_admission = len(request.token_ids)
+    return request.emit_from

@@ -43,6 +43,7 @@ class Request:
     traceparent: str
     sequence: int
     arrived_ns: int
+    # Output position that the last admission emits from; the next one, if there was none.
     emit_from: int
 
     state: RequestState = RequestState.WAITING
@@ -62,6 +63,7 @@ class Request:
     max_total_tokens: int = 0
     # The worker session whose outbox holds what has been emitted; another one must emit anew.
     emitted_by: int | None = None
+    num_known_at_admission: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_skips: int = 0

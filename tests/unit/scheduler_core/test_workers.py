@@ -69,6 +69,25 @@ def test_the_next_attempt_repeats_the_output_from_its_start() -> None:
     assert len(admit.token_ids) == 9 + 2 + 3
 
 
+@pytest.mark.parametrize("num_chunks", [0, 1, 2])
+def test_a_repeat_that_a_failed_step_kept_back_is_not_left_out(num_chunks: int) -> None:
+    """The new session has emitted nothing yet: it still owes the output from its start."""
+    c = cluster()
+    lost = c.begin("w0")
+    c.arrive(make_request("a", prompt=9, max_tokens=7))
+    for _ in range(3):
+        c.feed(lost.next_result(now_ns=c.now_ns))
+    c.lose("w0")
+    c.join("w1", max_num_batched_tokens=5)
+    c.steps(num_chunks, "w1")
+    c.step("w1", fail=True)
+    (admit,) = c.last.plans[0].admits
+    # 9 + 3 tokens in chunks of 5: only the third one samples.
+    assert (admit.attempt, admit.emit_from, len(admit.token_ids)) == (2, 0, 12)
+    c.run()
+    assert (c.output("a"), c.end("a")) == expected_output(make_request("a", max_tokens=7))
+
+
 def test_a_request_that_never_ran_keeps_its_attempt() -> None:
     c = cluster()
     c.begin("w0", num_slots=1)
