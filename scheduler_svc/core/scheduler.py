@@ -13,6 +13,7 @@ from typing import assert_never
 
 from scheduler_svc.core import planner
 from scheduler_svc.core.admission import Admission
+from scheduler_svc.core.attempts import AttemptMemory
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.deadlines import Deadlines
 from scheduler_svc.core.events import (
@@ -56,7 +57,7 @@ class SchedulerCore:
         self._num_sessions = 0
         self._num_arrivals = 0
         self._last_steps: dict[WorkerId, int] = {}
-        self._snapshot_attempts: dict[RequestId, int] = {}
+        self._attempts = AttemptMemory()
         self._deadlines = Deadlines()
         self._finishes: list[Finish] = []
         self._discards: list[str] = []
@@ -162,7 +163,7 @@ class SchedulerCore:
             self.stats.num_superseded += 1
             sequence, arrived_ns = known.sequence, known.arrived_ns
             self._drop(known)
-        held = max(self._snapshot_attempts.pop(event.request_id, 0), known.attempt if known else 0)
+        held = max(self._attempts.take(event.request_id), known.attempt if known else 0)
         request = self._new_request(event, sequence, arrived_ns, held)
         self._requests[request.request_id] = request
         self._waiting.add(request)
@@ -229,6 +230,9 @@ class SchedulerCore:
         self, request: Request, reason: FinishReason, *, notify: bool = False, message: str = ""
     ) -> None:
         self._drop(request)
+        if request.attempt > request.entry_attempt:
+            # Its gateway may know of lower ones only and ask again if the end gets lost.
+            self._attempts.note(request.request_id, request.attempt)
         self._finishes.append(
             Finish(
                 request_id=request.request_id,
@@ -297,8 +301,7 @@ class SchedulerCore:
         """
         request = self._requests.get(request_id)
         if request is None:
-            held = self._snapshot_attempts.get(request_id, 0)
-            self._snapshot_attempts[request_id] = max(held, attempt)
+            self._attempts.note(request_id, attempt)
             return
         if request.attempt > attempt or (
             request.attempt == attempt and request.state is not RequestState.WAITING

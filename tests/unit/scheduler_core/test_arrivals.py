@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler_svc.core.types import FinishReason, RequestId
+from scheduler_svc.core.types import FinishReason, RequestId, WorkerId
 from tests.builders import expected_output, make_core, make_request, make_worker
 from tests.cluster import Cluster
 
@@ -142,6 +142,49 @@ def test_an_attempt_below_what_the_core_has_raised_is_lifted_above_it() -> None:
     c.feed(make_request("a", max_tokens=6, attempt=2))
     (admit,) = c.step("w1").plans[0].admits
     assert admit.attempt == 3
+
+
+def answer_unheard(c: Cluster, name: str) -> None:
+    """A worker answers its plans; its tokens stay in its outbox."""
+    worker = c.workers[WorkerId(name)]
+    while worker.plans:
+        c.feed(worker.next_result(now_ns=c.now_ns))
+
+
+def test_an_end_that_got_lost_is_asked_for_again_above_every_attempt_used() -> None:
+    """The core moved the request and saw it end; the gateway, which saw none of it, asks for 2."""
+    c = cluster()
+    c.begin("w0")
+    c.arrive(make_request("a", max_tokens=3))
+    c.lose("w0")
+    c.join("w1")
+    answer_unheard(c, "w1")
+    assert (c.finish("a").attempt, c.end("a"), c.output("a")) == (2, None, [])
+    late = c.workers[WorkerId("w1")]
+    c.lose("w1")
+    c.begin("w2")
+    c.supersede("a")
+    c.step("w2")
+    # w1's tokens come after all, below what w2 emits.
+    c.deliver(late)
+    assert len(c.output("a")) == 1
+    c.run()
+    assert c.finish("a", 2).attempt == 3
+    assert (c.output("a"), c.end("a")) == expected_output(make_request("a", max_tokens=3))
+
+
+def test_an_end_that_got_lost_is_asked_for_again_above_what_a_snapshot_showed() -> None:
+    c = cluster()
+    c.begin("w0")
+    c.arrive(make_request("a", max_tokens=3))
+    held = {RequestId(b"a"): 6}
+    c.join_as(make_worker("w1", snapshot_attempts=held, gateways=(), now_ns=c.now_ns))
+    answer_unheard(c, "w0")
+    assert (c.finish("a").attempt, c.end("a")) == (7, None)
+    c.supersede("a")
+    c.run()
+    assert c.finish("a", 2).attempt == 8
+    assert (c.output("a"), c.end("a")) == expected_output(make_request("a", max_tokens=3))
 
 
 @pytest.mark.parametrize("outputs", [3, 4])
