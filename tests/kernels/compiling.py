@@ -152,6 +152,8 @@ def selected(type_name: str, head_dim: int, feature: str, chosen: list[str]) -> 
     """Without a choice: plain kernels of all, features where registers are scarcest."""
     if chosen:
         return [type_name, str(head_dim), feature] == chosen
+    if type_name == "fp16" and head_dim != 128:
+        return False  # the same tiles and sizes as bf16
     return feature == "plain" or (type_name == "bf16" and head_dim > 64)
 
 

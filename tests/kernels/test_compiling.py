@@ -53,5 +53,5 @@ def test_bf16_of_head_dim_128_for_sm_90(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", [80, 90])
 def test_all_dtypes_and_head_dims(tmp_path: Path, arch: int) -> None:
     lines = compiled(tmp_path, str(arch))
-    assert len({(line["dtype"], line["head_dim"]) for line in lines}) == 9
+    assert len({(line["dtype"], line["head_dim"]) for line in lines}) == 7
     check(lines)
