@@ -88,6 +88,25 @@ def test_a_repeat_that_a_failed_step_kept_back_is_not_left_out(num_chunks: int) 
     assert (c.output("a"), c.end("a")) == expected_output(make_request("a", max_tokens=7))
 
 
+def test_a_repeat_that_a_preemption_kept_back_is_not_left_out() -> None:
+    c = cluster(watermark=0.0, enable_prefix_caching=False, prefill_chunk_tokens=2)
+    lost = c.begin("w0")
+    arrival = make_request("a", prompt=13, max_tokens=7)
+    c.arrive(arrival)
+    for _ in range(9):
+        c.feed(lost.next_result(now_ns=c.now_ns))
+    c.lose("w0")
+    c.join("w1", num_blocks=7, block_size=4, max_num_batched_tokens=3)
+    c.arrive(make_request("first", prompt=10, max_tokens=6, priority=-1))
+    c.run(until=lambda: c.core.stats.num_preemptions > 0)
+    assert c.output("a") == []
+    c.run(until=lambda: any(plan.admits for plan in c.last.plans))
+    (admit,) = c.last.plans[0].admits
+    assert (admit.attempt, admit.emit_from, len(admit.token_ids)) == (2, 0, 16)
+    c.run()
+    assert (c.output("a"), c.end("a")) == expected_output(arrival)
+
+
 def test_a_request_that_never_ran_keeps_its_attempt() -> None:
     c = cluster()
     c.begin("w0", num_slots=1)
