@@ -148,27 +148,31 @@ class CoreMachine(RuleBasedStateMachine):
     def busy(self) -> list[FakeWorker]:
         return [worker for worker in self.cluster.workers.values() if worker.plans]
 
+    def answer(self, worker: FakeWorker, deliver: bool) -> None:
+        """A worker's next answer; its tokens may reach the gateways later, or never."""
+        self.cluster.now_ns += MS
+        event = worker.next_result(now_ns=self.cluster.now_ns)
+        self.results.append(event)
+        if deliver:
+            self.cluster.deliver(worker)
+        self.cluster.feed(event)
+
     @precondition(lambda self: self.busy())
     @rule(data=st.data(), count=st.integers(1, 6), deliver=st.booleans())
     def complete(self, data: st.DataObject, count: int, deliver: bool) -> None:
-        """Some answers of a worker; its tokens may reach the gateways later, or never."""
+        """Some answers of one worker."""
         worker = data.draw(st.sampled_from(self.busy()))
         for _ in range(min(count, len(worker.plans))):
-            self.cluster.now_ns += MS
-            event = worker.next_result(now_ns=self.cluster.now_ns)
-            self.results.append(event)
-            if deliver:
-                self.cluster.deliver(worker)
-            self.cluster.feed(event)
+            self.answer(worker, deliver)
 
     @precondition(lambda self: self.busy())
-    @rule(count=st.integers(1, 12))
-    def complete_in_turn(self, count: int) -> None:
-        """Workers answer in turn; all is delivered."""
+    @rule(count=st.integers(1, 12), deliver=st.booleans())
+    def complete_in_turn(self, count: int, deliver: bool) -> None:
+        """Answers of all workers in turn."""
         for number in range(count):
             busy = self.busy()
             if busy:
-                self.cluster.step(busy[number % len(busy)].worker_id)
+                self.answer(busy[number % len(busy)], deliver)
 
     @rule(name=st.sampled_from(NAMES))
     def deliver(self, name: str) -> None:
