@@ -1,4 +1,4 @@
-"""Stacks that several tests share. A stack is started once a session and must end by itself."""
+"""Stacks that several tests share. A stack is started once and must end by itself."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.e2e.stack import assert_idle, await_workers, mend
 STUB_DRAIN_S = 3
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _stub_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stub")
     settings = {
