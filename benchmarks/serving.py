@@ -88,6 +88,8 @@ def run_policy(
         point = asyncio.run(run_load(at, policy, load, Shape(), options.seed))
         cells = zip(report.HEADINGS[3:], report.row(point)[3:], strict=True)
         say("  " + "  ".join(f"{heading} {cell}" for heading, cell in cells))
+        if point.num_failed:
+            say(f"  {point.num_failed} failed, the first: {point.problems[0]}")
         points.append(point)
     return points
 
