@@ -4,6 +4,10 @@ A worker is lost when its stream has been gone for longer than the grace, when i
 max(2 s, 5 x expected step) while plans are in flight, or when it says nothing but heartbeats for
 max(10 s, 5 x expected step) while a step runs. A silent worker without plans loses its stream
 only. Time in which this process itself stood still does not count.
+
+A worker lost over a step that did not end may be slow, not stuck: its processor is shared, and the
+next life brings it the same work. Each such loss doubles the patience with the same incarnation, up
+to MAX_PATIENCE, so that it gets through instead of being lost over and over.
 """
 
 from collections import deque
@@ -14,6 +18,7 @@ from scheduler_svc.core.types import CostProfile
 SILENT_NS = 2_000_000_000
 STUCK_NS = 10_000_000_000
 EXPECTED_FACTOR = 5
+MAX_PATIENCE = 16
 PAUSE_NS = 500_000_000
 _NEW_SHARE = 0.2
 
@@ -31,13 +36,15 @@ class Verdict:
 
     reason: str
     lost: bool
+    stuck: bool = False
 
 
 class WorkerHealth:
     """Signs of life of one worker."""
 
-    def __init__(self, *, cost: CostProfile, grace_ns: int, now_ns: int) -> None:
+    def __init__(self, *, cost: CostProfile, grace_ns: int, now_ns: int, patience: int = 1) -> None:
         self._cost = cost
+        self._patience = patience
         self._grace_ns = grace_ns
         self._in_flight: deque[_Sent] = deque()
         self._last_message_ns = now_ns
@@ -86,8 +93,8 @@ class WorkerHealth:
             return Verdict(reason="no sign of life", lost=bool(self._in_flight))
         if self._in_flight:
             running_ns = now_ns - max(self._in_flight[0].at_ns, self._last_result_ns)
-            if running_ns > max(STUCK_NS, allowed_ns):
-                return Verdict(reason="a step does not end", lost=True)
+            if running_ns > max(STUCK_NS, allowed_ns) * self._patience:
+                return Verdict(reason="a step does not end", lost=True, stuck=True)
         return None
 
     def _expected_ns(self) -> float:

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from scheduler_svc import codec
-from scheduler_svc.adapters.loss_rules import WorkerHealth
+from scheduler_svc.adapters.loss_rules import MAX_PATIENCE, WorkerHealth
 from scheduler_svc.adapters.worker_life import CannotResumeError, LinkError, WorkerLife
 from scheduler_svc.core.events import (
     RequestCancelled,
@@ -110,6 +110,8 @@ class WorkerLink:
         self._cool_off = False
         self._last_error = ""
         self._dead: deque[int] = deque(maxlen=_MAX_DEAD_INCARNATIONS)
+        self._last_incarnation = 0
+        self._patience = 1
 
     # Called by the manager and the driver; none of these waits
 
@@ -161,6 +163,8 @@ class WorkerLink:
         if verdict is None:
             return
         if verdict.lost:
+            if verdict.stuck:
+                self._patience = min(2 * self._patience, MAX_PATIENCE)
             self._end_life(verdict.reason)
         elif self._session is not None:
             self._log.info("session_cut", reason=verdict.reason)
@@ -315,12 +319,19 @@ class WorkerLink:
         if self._record is not None and self._record.incarnation != hello.incarnation:
             self._dead.append(self._record.incarnation)
         self._check_digest(self.worker_id, hello.model_digest)
+        if hello.incarnation != self._last_incarnation:
+            self._last_incarnation, self._patience = hello.incarnation, 1
         now_ns = self._clock.now_ns()
         life = WorkerLife(
             worker_id=self.worker_id,
             epoch=self._epoch,
             incarnation=hello.incarnation,
-            health=WorkerHealth(cost=hello.cost, grace_ns=self._grace_ns, now_ns=now_ns),
+            health=WorkerHealth(
+                cost=hello.cost,
+                grace_ns=self._grace_ns,
+                now_ns=now_ns,
+                patience=self._patience,
+            ),
             gateway_ids=frozenset(gateway_ids),
         )
         self._outgoing.clear()
@@ -393,7 +404,7 @@ class WorkerLink:
     ) -> None:
         match message:
             case Heartbeat() | None:
-                pass
+                self._patience = min(2 * self._patience, MAX_PATIENCE)
             case Cancels():
                 for request_id in message.request_ids:
                     await self._sink.put(RequestCancelled(now_ns=now_ns, request_id=request_id))

@@ -282,6 +282,8 @@ async def test_heartbeats_do_not_excuse_a_step_that_never_ends(
         await asyncio.sleep(0.7)
         assert rig.of(WorkerLost) == []
         await rig.saw(WorkerLost)
+        await rig.saw(WorkerJoined, 2)
+        assert rig.link._patience == 2, "the next life has more time for the same work"
 
 
 async def test_results_of_an_older_life_are_dropped(worker: FakeWorkerServer) -> None:

@@ -10,10 +10,13 @@ S = 1_000 * MS
 class Turned:
     """A WorkerHealth and its clock; time passes in steps of 50 ms, as in production."""
 
-    def __init__(self, *, step_us: float = 0.0, token_us: float = 0.0) -> None:
+    def __init__(self, *, step_us: float = 0.0, token_us: float = 0.0, patience: int = 1) -> None:
         self.now_ns = 100 * S
         self.health = WorkerHealth(
-            cost=CostProfile(step_us=step_us, token_us=token_us), grace_ns=S, now_ns=self.now_ns
+            cost=CostProfile(step_us=step_us, token_us=token_us),
+            grace_ns=S,
+            now_ns=self.now_ns,
+            patience=patience,
         )
 
     def wait(self, seconds: float, *, heartbeats: bool = False) -> Verdict | None:
@@ -81,7 +84,7 @@ def test_heartbeats_give_a_step_ten_seconds() -> None:
     turned.send(1)
     assert turned.wait(10.0, heartbeats=True) is None
     verdict = turned.wait(0.1, heartbeats=True)
-    assert verdict == Verdict(reason="a step does not end", lost=True)
+    assert verdict == Verdict(reason="a step does not end", lost=True, stuck=True)
 
 
 def test_heartbeats_give_a_slow_step_five_times_its_expected_time() -> None:
@@ -118,3 +121,18 @@ def test_time_in_which_this_process_stood_still_does_not_count() -> None:
     assert turned.health.check(turned.now_ns) is None
     assert turned.wait(0.9) is None
     assert turned.wait(0.2) is not None
+
+
+def test_patience_stretches_the_time_a_step_may_take_but_not_silence() -> None:
+    patient = Turned(patience=4)
+    patient.send(1)
+    assert patient.wait(39.0, heartbeats=True) is None
+    verdict = patient.wait(1.5, heartbeats=True)
+    assert verdict is not None
+    assert verdict.lost
+    assert verdict.stuck
+    silent = Turned(patience=4)
+    silent.send(1)
+    verdict = silent.wait(2.5)
+    assert verdict is not None
+    assert not verdict.stuck
