@@ -133,8 +133,9 @@ class Sessions:
     def open(self, opening: Open) -> Link:
         """Makes this the session. Raises EpochRefusedError or ProtocolError.
 
-        A new epoch drops what of the older one has not begun. The same epoch is a resync: results
-        after last_result_step go out again if the scheduler means this incarnation.
+        A new epoch drops what of the older one has not begun. In the same epoch a scheduler that
+        means this incarnation resyncs: results after last_result_step go out again. Another begins
+        anew: plans that have not begun are dropped, and so is the result of one that has.
         """
         if not (opening.min_schema_revision <= SCHEMA_REVISION <= opening.max_schema_revision):
             raise ProtocolError(f"this worker speaks schema revision {SCHEMA_REVISION}")
@@ -149,6 +150,9 @@ class Sessions:
             self._plans.discard_plans()
             self._restart_steps(0)
         knows_us = opening.incarnation == self._incarnation
+        if not knows_us:
+            self._plans.discard_plans()
+            self._restart_steps(self._last_plan_step)
         last_sent = self._last_result_step
         if knows_us:
             # Hello names the oldest result there is; it's for the scheduler to see a gap.
@@ -210,6 +214,7 @@ class Sessions:
     def add_result(self, result: StepResult) -> None:
         """The next step has ended. Results of steps that a restart has left behind are dropped."""
         if result.epoch != self._highest_epoch or result.step != self._last_result_step + 1:
+            self.beat()  # a scheduler may wait for the worker to be free
             return
         self._last_result_step = result.step
         self._results.append(result)

@@ -1,8 +1,9 @@
 """One worker: dials it, keeps one session with it, resumes a broken one, says when it is lost.
 
-A life begins with WorkerJoined and ends with WorkerLost; in between the core may plan, and a broken
-stream is resumed: the worker says how far it got, and the rest is sent again. Only `run` and the
-sessions it awaits begin and end lives, so their events are in order with the results'.
+A life begins with WorkerJoined, once no step of an older life runs on the worker, and ends with
+WorkerLost; in between the core may plan, and a broken stream is resumed: the worker says how far it
+got, and the rest is sent again. Only `run` and the sessions it awaits begin and end lives, so their
+events are in order with the results'.
 
 Bounds: unreturned plans are bounded by the core (max_inflight_steps); reading stops while the event
 queue is full, and gRPC's flow control stops the worker.
@@ -49,6 +50,7 @@ from servicekit.logs import get_logger
 METHOD = "/quire.v1.WorkerService/Session"
 HELLO_TIMEOUT_S = 2.0
 SNAPSHOT_TIMEOUT_S = 10.0
+SILENT_TIMEOUT_S = 2.0
 MAX_SNAPSHOT_REQUESTS = 1_000_000
 RESUME_PAUSE_S = 0.05
 DIAL_PAUSE_S = 0.5
@@ -316,6 +318,7 @@ class WorkerLink:
                     raise LinkError("the snapshot is too long")
                 if chunk.last:
                     break
+        whole, draining = await self._until_free(call, frozenset(gateway_ids))
         if self._record is not None and self._record.incarnation != hello.incarnation:
             self._dead.append(self._record.incarnation)
         self._check_digest(self.worker_id, hello.model_digest)
@@ -332,7 +335,7 @@ class WorkerLink:
                 now_ns=now_ns,
                 patience=self._patience,
             ),
-            gateway_ids=frozenset(gateway_ids),
+            gateway_ids=whole,
         )
         self._outgoing.clear()
         event = WorkerJoined(
@@ -347,7 +350,39 @@ class WorkerLink:
         self._life = life
         self._last_error = ""
         self._log.info("worker_joined", address=self._address, incarnation=hello.incarnation)
+        if draining:
+            await self._drains(life, now_ns)
         return life
+
+    async def _until_free(
+        self, call: Call, gateway_ids: frozenset[str]
+    ) -> tuple[frozenset[str], bool]:
+        """Reads on until no step of an older life runs; work given earlier would wait behind it.
+
+        A worker whose step never ends is alive but never joins. Returns its gateways and whether it
+        is draining.
+        """
+        draining = waits = False
+        while True:
+            async with asyncio.timeout(SILENT_TIMEOUT_S):
+                message = await _read(call)
+            match message:
+                case Heartbeat(busy=False):
+                    return gateway_ids, draining
+                case Heartbeat():
+                    if not waits:
+                        self._log.info("worker_busy", last_step=message.last_step)
+                    waits = True
+                case Subscriptions():
+                    gateway_ids = message.gateway_ids
+                case Cancels():
+                    await self._cancelled(message, self._clock.now_ns())
+                case Draining():
+                    draining = True
+                case StepReport() | None:
+                    pass  # of an older life
+                case _:
+                    raise LinkError(f"{type(message).__name__} out of place")
 
     async def _exchange(self, call: Call, life: WorkerLife) -> None:
         writer = asyncio.get_running_loop().create_task(self._write_plans(call))
@@ -404,10 +439,9 @@ class WorkerLink:
     ) -> None:
         match message:
             case Heartbeat() | None:
-                self._patience = min(2 * self._patience, MAX_PATIENCE)
+                pass
             case Cancels():
-                for request_id in message.request_ids:
-                    await self._sink.put(RequestCancelled(now_ns=now_ns, request_id=request_id))
+                await self._cancelled(message, now_ns)
             case Subscriptions():
                 await self._subscribed(life, message.gateway_ids, now_ns)
             case SnapshotChunk():  # after a resync only the gateways can be new
@@ -415,15 +449,21 @@ class WorkerLink:
                 if gateway_ids is not None:
                     await self._subscribed(life, gateway_ids, now_ns)
             case Draining():
-                if not life.draining:
-                    life.draining = True
-                    self._log.info("worker_draining")
-                    event = WorkerDraining(now_ns=now_ns, worker_id=self.worker_id)
-                    await self._sink.put(event)
+                await self._drains(life, now_ns)
             case Refused():
                 raise EpochTooLowError(message.highest_epoch)
             case Hello() | StepReport():
                 raise LinkError(f"{type(message).__name__} out of place")
+
+    async def _cancelled(self, cancels: Cancels, now_ns: int) -> None:
+        for request_id in cancels.request_ids:
+            await self._sink.put(RequestCancelled(now_ns=now_ns, request_id=request_id))
+
+    async def _drains(self, life: WorkerLife, now_ns: int) -> None:
+        if not life.draining:
+            life.draining = True
+            self._log.info("worker_draining")
+            await self._sink.put(WorkerDraining(now_ns=now_ns, worker_id=self.worker_id))
 
     async def _subscribed(self, life: WorkerLife, gateway_ids: frozenset[str], now_ns: int) -> None:
         if gateway_ids != life.gateway_ids:

@@ -46,6 +46,7 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self.flow = asyncio.Event()
         self.flow.set()
         self.silent = False
+        self.tells_busy = True
         self.refuses_below = 0
         self.fault_next: worker_pb2.Fault | None = None
         self.snapshot_slots: list[worker_pb2.SlotState] = []
@@ -56,6 +57,7 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._results: deque[worker_pb2.StepResult] = deque(maxlen=RING)
         self._extra: deque[worker_pb2.SessionResponse] = deque()
         self._queue: asyncio.Queue[worker_pb2.StepPlan] = asyncio.Queue()
+        self._busy = False
         self._epoch = 0
         self._last_plan_step = 0
         self._is_new_life = True
@@ -217,7 +219,8 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     async def _beat(self) -> None:
         while True:
             if not self.silent:
-                beat = worker_pb2.Heartbeat(last_step=self.last_step)
+                busy = self._busy and self.tells_busy
+                beat = worker_pb2.Heartbeat(last_step=self.last_step, busy=busy)
                 self.say(worker_pb2.SessionResponse(heartbeat=beat))
             await asyncio.sleep(0.5)
 
@@ -229,12 +232,14 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     async def _execute(self) -> None:
         while True:
             plan = await self._queue.get()
+            self._busy = True
             await self.flow.wait()
             if self.step_s:
                 await asyncio.sleep(self.step_s)
             if plan.epoch == self._epoch:
                 self._results.append(self._result(plan))
                 self._wake.set()
+            self._busy = False
 
     def _result(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
         result = worker_pb2.StepResult(epoch=plan.epoch, step=plan.step, digest=plan.digest)

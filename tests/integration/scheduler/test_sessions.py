@@ -282,11 +282,38 @@ async def test_heartbeats_do_not_excuse_a_step_that_never_ends(
         await asyncio.sleep(0.7)
         assert rig.of(WorkerLost) == []
         await rig.saw(WorkerLost)
-        await rig.saw(WorkerJoined, 2)
+        await eventually(lambda: len(worker.opens) == 2)
+        await asyncio.sleep(1.2)  # two heartbeats
+        assert len(rig.of(WorkerJoined)) == 1, "nothing is planned behind the step that hangs"
+        assert len(worker.opens) == 2, "it waits in one session"
+        worker.subscribe("g1", "g2")
+        worker.say(worker_pb2.SessionResponse(draining=worker_pb2.Draining()))
+        await asyncio.sleep(0.1)
+        worker.flow.set()
+        await rig.saw(WorkerDraining)
+        assert rig.of(WorkerJoined)[1].gateway_ids == {"g1", "g2"}
         assert rig.link._patience == 2, "the next life has more time for the same work"
 
 
+async def test_a_slow_worker_gets_its_work_back_once_it_is_free(
+    worker: FakeWorkerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_rules, "STUCK_NS", 300_000_000)
+    async with Rig(worker).running() as rig:
+        await rig.saw(WorkerJoined)
+        await rig.saw(StepCompleted)
+        worker.flow.clear()
+        arrival = request(max_tokens=50)
+        rig.feed(arrival)
+        await rig.saw(WorkerLost)
+        worker.flow.set()
+        await eventually(lambda: rig.finishes)
+    assert len(rig.of(WorkerJoined)) == 2
+    assert tokens_of(worker.emissions, arrival.request_id) == expected_output(arrival)[0]
+
+
 async def test_results_of_an_older_life_are_dropped(worker: FakeWorkerServer) -> None:
+    worker.tells_busy = False
     async with Rig(worker).running() as rig:
         await rig.saw(WorkerJoined)
         rig.feed(request(max_tokens=50))

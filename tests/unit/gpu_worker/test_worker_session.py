@@ -135,6 +135,26 @@ def test_a_scheduler_that_has_not_met_the_worker_gets_no_old_results(bench: Benc
     assert bench.results(bench.open(incarnation=INCARNATION + 1)) == []
 
 
+def test_a_new_life_in_the_same_epoch_drops_what_the_old_one_left(bench: Bench) -> None:
+    link = bench.open()
+    bench.plan(link, 1, 2, 3)
+    running = bench.plans.queued.pop(0)
+    bench.plans.busy = True
+    bench.sessions.close(link)
+    link = bench.open()
+    assert bench.plans.queued == []
+    assert bench.sessions.next_messages(link) == [Heartbeat(last_step=0, busy=True)]
+    bench.plans.last_step, bench.plans.busy = 1, False
+    link.wake.clear()
+    bench.sessions.add_result(StepResult(epoch=1, step=running.step, digest=0))
+    assert link.wake.is_set()
+    assert bench.sessions.next_messages(link) == [Heartbeat(last_step=1, busy=False)]
+    bench.plan(link, 4, reset=True)
+    bench.plan(link, 5)
+    bench.end_steps(2)
+    assert bench.results(link) == [4, 5]
+
+
 def test_results_older_than_the_ring_are_gone_and_hello_says_so(bench: Bench) -> None:
     link = bench.open()
     for step in range(1, 101):

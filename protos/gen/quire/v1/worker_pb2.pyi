@@ -889,7 +889,9 @@ Global___Fault: _TypeAlias = Fault  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sign of life."""
+    """Sign of life: one follows the snapshot, then one every half second. The scheduler plans nothing
+    for a worker before one that is not busy.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
