@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/common.proto\x12\x08quire.v1\"\x97\x01\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nmin_tokens\x18\x07 \x01(\rJ\x04\x08\x08\x10 \"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*\xf2\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1a\n\x16\x46INISH_REASON_REJECTED\x10\x05\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x06\x12\x1d\n\x19\x46INISH_REASON_UNAVAILABLE\x10\x07\"\x04\x08\x08\x10\x0f\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15quire/v1/common.proto\x12\x08quire.v1\"\xf0\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\r\n\x05min_p\x18\x08 \x01(\x02\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x02\x12\x1c\n\x14logit_bias_token_ids\x18\x0c \x03(\r\x12\x14\n\x0clogit_biases\x18\r \x03(\x02\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x0f \x01(\x08\x42\x0f\n\r_num_logprobsJ\x04\x08\x10\x10 \"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*\xf2\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1a\n\x16\x46INISH_REASON_REJECTED\x10\x05\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x06\x12\x1d\n\x19\x46INISH_REASON_UNAVAILABLE\x10\x07\"\x04\x08\x08\x10\x0f\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=272
-  _globals['_FINISHREASON']._serialized_end=514
+  _globals['_FINISHREASON']._serialized_start=489
+  _globals['_FINISHREASON']._serialized_end=731
   _globals['_SAMPLINGPARAMS']._serialized_start=36
-  _globals['_SAMPLINGPARAMS']._serialized_end=187
-  _globals['_USAGE']._serialized_start=189
-  _globals['_USAGE']._serialized_end=269
+  _globals['_SAMPLINGPARAMS']._serialized_end=404
+  _globals['_USAGE']._serialized_start=406
+  _globals['_USAGE']._serialized_end=486
 # @@protoc_insertion_point(module_scope)

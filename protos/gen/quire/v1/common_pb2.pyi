@@ -76,6 +76,14 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIASES_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most output tokens, at least 1."""
     temperature: _builtins.float
@@ -88,9 +96,29 @@ class SamplingParams(_message.Message):
     """Key of the noise."""
     min_tokens: _builtins.int
     """Stop tokens can't be chosen before so many output tokens."""
+    min_p: _builtins.float
+    """Tokens less likely than this share of the most likely one are dropped; in [0, 1]."""
+    presence_penalty: _builtins.float
+    """Taken once off the logits of tokens that stand in the output, -2 to 2."""
+    frequency_penalty: _builtins.float
+    """Taken off the logits of tokens in the output, once for each time they stand there, -2 to 2."""
+    repetition_penalty: _builtins.float
+    """Logits of tokens in prompt or output are divided by it (multiplied where negative); 0 is 1."""
+    num_logprobs: _builtins.int
+    """Set where logprobs are wanted: how many of the most likely tokens go with each, 0 to 20."""
+    prompt_logprobs: _builtins.bool
+    """The prompt's logprobs are wanted too; num_logprobs is set then."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the request, end-of-sequence tokens included unless the client ignores them."""
+
+    @_builtins.property
+    def logit_bias_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens whose logits are shifted."""
+
+    @_builtins.property
+    def logit_biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """By how much, in the same order, -100 to 100."""
 
     def __init__(
         self,
@@ -102,12 +130,22 @@ class SamplingParams(_message.Message):
         seed: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_tokens: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        logit_bias_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logit_biases: _abc.Iterable[_builtins.float] | None = ...,
+        num_logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "num_logprobs", b"num_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "frequency_penalty", b"frequency_penalty", "logit_bias_token_ids", b"logit_bias_token_ids", "logit_biases", b"logit_biases", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 

@@ -548,7 +548,10 @@ class Admit(_message.Message):
     emit_from: _builtins.int
     """Output position from which the first batch repeats known tokens."""
     num_computed_tokens: _builtins.int
-    """Tokens whose KV is already in block_ids (a prefix hit)."""
+    """Tokens whose KV is already in block_ids (a prefix hit). Where logprobs are wanted, at most as
+    many as leave the logits before output position emit_from to be computed; none with
+    prompt_logprobs while emit_from is 0.
+    """
     sample_index: _builtins.int
     """Which of n samples this is; part of the noise's counter."""
     kind: Global___Admit.Kind.ValueType
@@ -1171,6 +1174,7 @@ class TokenBatch(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Consecutive per outbox, from 1."""
     step: _builtins.int
@@ -1201,6 +1205,10 @@ class TokenBatch(_message.Message):
     def num_cached_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens found in a prefix cache."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each entry whose request wants logprobs and that has tokens."""
+
     def __init__(
         self,
         *,
@@ -1213,11 +1221,64 @@ class TokenBatch(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reasons: _abc.Iterable[_common_pb2.FinishReason.ValueType] | None = ...,
         num_cached_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "finish_reasons", b"finish_reasons", "first_positions", b"first_positions", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "request_ids", b"request_ids", "sequence", b"sequence", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "finish_reasons", b"finish_reasons", "first_positions", b"first_positions", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "request_ids", b"request_ids", "sequence", b"sequence", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenBatch: _TypeAlias = TokenBatch  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """Log-probabilities, natural and of the model's own logits: before bias, penalties, temperature
+    and truncation. One row per position: first those of the prompt, then one per token.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRY_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_ROWS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    entry: _builtins.int
+    """Index into the batch's columns."""
+    num_prompt_rows: _builtins.int
+    """Rows that belong to the prompt: none, or its length - 1 (its first token has none) in the
+    batch that brings output position 0.
+    """
+    num_top: _builtins.int
+    """How many of the most likely tokens each row has."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of the row's own token."""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """num_top per row, most likely first, equal ones by token id."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """In the same order."""
+
+    def __init__(
+        self,
+        *,
+        entry: _builtins.int = ...,
+        num_prompt_rows: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        num_top: _builtins.int = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "logprobs", b"logprobs", "num_prompt_rows", b"num_prompt_rows", "num_top", b"num_top", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
