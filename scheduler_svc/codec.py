@@ -43,6 +43,10 @@ KNOWN_FEATURES: frozenset[str] = frozenset()
 MAX_TOKEN_ID = 2**31 - 1
 _MAX_NAME_BYTES = 256
 _MAX_STOP_TOKENS = 4096
+_MAX_LOGIT_BIASES = 1024
+_MAX_NUM_LOGPROBS = 20
+# Of one prompt, with those of its most likely tokens: they leave the worker in one message.
+MAX_PROMPT_LOGPROBS = 2**20
 _FINISH = {reason.value: reason for reason in FinishReason}
 
 
@@ -120,6 +124,13 @@ def _arrival(
     _require(request.HasField("sampling"), "sampling is missing")
     sampling = _sampling(request.sampling)
     _require(len(output) < sampling.max_tokens, "output_token_ids reach max_tokens already")
+    if sampling.prompt_logprobs:
+        num_logprobs = len(prompt) * (1 + (sampling.num_logprobs or 0))
+        _require(
+            num_logprobs <= MAX_PROMPT_LOGPROBS,
+            f"prompt_logprobs of {len(prompt)} tokens, {sampling.num_logprobs} likely ones each, "
+            f"are {num_logprobs} values; {MAX_PROMPT_LOGPROBS} are allowed",
+        )
     return RequestArrived(
         now_ns=now_ns,
         request_id=RequestId(request.request_id),
@@ -153,6 +164,15 @@ def _sampling(params: common_pb2.SamplingParams) -> SamplingSpec:
     stops = tuple(params.stop_token_ids)
     _require(len(stops) <= _MAX_STOP_TOKENS, "too many stop_token_ids")
     _require(not stops or max(stops) <= MAX_TOKEN_ID, "stop_token_ids must be below 2^31")
+    _require(0.0 <= params.min_p <= 1.0, "min_p must be in [0, 1]")
+    _require(-2.0 <= params.presence_penalty <= 2.0, "presence_penalty must be from -2 to 2")
+    _require(-2.0 <= params.frequency_penalty <= 2.0, "frequency_penalty must be from -2 to 2")
+    good = math.isfinite(params.repetition_penalty) and params.repetition_penalty >= 0.0
+    _require(good, "repetition_penalty must be finite and not negative")
+    num_logprobs = params.num_logprobs if params.HasField("num_logprobs") else None
+    _require((num_logprobs or 0) <= _MAX_NUM_LOGPROBS, "num_logprobs must be from 0 to 20")
+    good = num_logprobs is not None or not params.prompt_logprobs
+    _require(good, "prompt_logprobs needs num_logprobs")
     return SamplingSpec(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -161,7 +181,25 @@ def _sampling(params: common_pb2.SamplingParams) -> SamplingSpec:
         seed=params.seed,
         stop_token_ids=stops,
         min_tokens=params.min_tokens,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        logit_bias=_logit_bias(params),
+        num_logprobs=num_logprobs,
+        prompt_logprobs=params.prompt_logprobs,
     )
+
+
+def _logit_bias(params: common_pb2.SamplingParams) -> tuple[tuple[int, float], ...]:
+    ids, biases = tuple(params.logit_bias_token_ids), tuple(params.logit_biases)
+    _require(len(ids) == len(biases), "logit_bias_token_ids and logit_biases differ in length")
+    _require(len(ids) <= _MAX_LOGIT_BIASES, "logit_bias may name at most 1024 tokens")
+    _require(len(set(ids)) == len(ids), "logit_bias names a token twice")
+    _require(not ids or max(ids) <= MAX_TOKEN_ID, "logit_bias_token_ids must be below 2^31")
+    good = all(-100.0 <= bias <= 100.0 for bias in biases)
+    _require(good, "logit_biases must be from -100 to 100")
+    return tuple(zip(ids, biases, strict=True))
 
 
 def _rejection(request: queue_pb2.QueuedRequest, problem: str) -> Notice | None:
@@ -267,14 +305,29 @@ def _fill_admit(out: worker_pb2.Admit, admit: ready.Admit) -> None:
     out.block_ids.extend(admit.block_ids)
     out.kind = worker_pb2.Admit.KIND_GENERATE
     out.traceparent = admit.traceparent
-    sampling = out.sampling
-    sampling.max_tokens = admit.sampling.max_tokens
-    sampling.temperature = admit.sampling.temperature
-    sampling.top_p = admit.sampling.top_p
-    sampling.top_k = admit.sampling.top_k
-    sampling.seed = admit.sampling.seed
-    sampling.stop_token_ids.extend(admit.sampling.stop_token_ids)
-    sampling.min_tokens = admit.sampling.min_tokens
+    _fill_sampling(out.sampling, admit.sampling)
+
+
+def _fill_sampling(out: common_pb2.SamplingParams, spec: SamplingSpec) -> None:
+    out.max_tokens = spec.max_tokens
+    out.temperature = spec.temperature
+    out.top_p = spec.top_p
+    out.top_k = spec.top_k
+    out.seed = spec.seed
+    out.stop_token_ids.extend(spec.stop_token_ids)
+    out.min_tokens = spec.min_tokens
+    out.min_p = spec.min_p
+    out.presence_penalty = spec.presence_penalty
+    out.frequency_penalty = spec.frequency_penalty
+    if spec.repetition_penalty != 1.0:
+        out.repetition_penalty = spec.repetition_penalty
+    if spec.logit_bias:
+        ids, biases = zip(*spec.logit_bias, strict=True)
+        out.logit_bias_token_ids.extend(ids)
+        out.logit_biases.extend(biases)
+    if spec.num_logprobs is not None:
+        out.num_logprobs = spec.num_logprobs
+    out.prompt_logprobs = spec.prompt_logprobs
 
 
 # Session, incoming

@@ -80,6 +80,8 @@ def make_request(
     min_tokens: int = 0,
     family: int | None = None,
     outputs: int = 0,
+    num_logprobs: int | None = None,
+    prompt_logprobs: bool = False,
     **fields: Any,
 ) -> RequestArrived:
     """The arrival of request `name`; without `family` its prompt shares no prefix with others.
@@ -103,7 +105,13 @@ def make_request(
     return RequestArrived(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
-        sampling=SamplingSpec(max_tokens=max_tokens, stop_token_ids=stops, min_tokens=min_tokens),
+        sampling=SamplingSpec(
+            max_tokens=max_tokens,
+            stop_token_ids=stops,
+            min_tokens=min_tokens,
+            num_logprobs=num_logprobs,
+            prompt_logprobs=prompt_logprobs,
+        ),
         **filled,
     )
 
@@ -234,6 +242,10 @@ class FakeWorker:
         assert admit.generation > self._generations.get(slot, 0)
         assert len(admit.token_ids) < admit.prompt_len + admit.sampling.max_tokens
         assert admit.num_computed_tokens < len(admit.token_ids), "nothing is left to compute"
+        if admit.sampling.num_logprobs is not None:
+            whole = admit.sampling.prompt_logprobs and admit.emit_from == 0
+            wanted = 0 if whole else admit.prompt_len - 1 + admit.emit_from
+            assert admit.num_computed_tokens <= wanted, "logits that logprobs need are not computed"
         self._generations[slot] = admit.generation
         row = FakeRow(
             admit=admit,

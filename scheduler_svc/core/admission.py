@@ -113,7 +113,7 @@ class Admission:
         request.num_published = len(placement.cached)
         request.stranded_since_ns = None
         generation = worker.occupy(request, placement.cached + fresh)
-        emit_from = _emission_start(request, worker)
+        emit_from = _begin_emission(request, worker)
         if request.first_scheduled_ns is None:
             request.first_scheduled_ns = now_ns
             request.num_cached_tokens = min(num_cached, request.prompt_len)
@@ -179,19 +179,11 @@ class Admission:
         return max(self._stranded_check_at_ns, now_ns + 1)
 
 
-def _emission_start(request: Request, worker: WorkerState) -> int:
-    """Output position the worker emits from; raises the attempt on a move between sessions.
-
-    The session that emitted before still delivers through its outbox if it is this one. Any other
-    may have died with tokens unsent: everything is repeated under a higher attempt. A repeat goes
-    out with the first token sampled after it, so a row that gave none has left it to the next.
-    """
-    if request.emitted_by is not None:
-        if request.emitted_by != worker.session:
-            request.attempt += 1
-            request.emit_from = 0
-        elif len(request.token_ids) > request.num_known_at_admission:
-            request.emit_from = request.num_output_tokens
+def _begin_emission(request: Request, worker: WorkerState) -> int:
+    """Output position the worker emits from; raises the attempt on a move between sessions."""
+    request.emit_from = request.emission_start(worker.session)
+    if request.emitted_by not in (None, worker.session):
+        request.attempt += 1
     request.emitted_by = worker.session
     request.num_known_at_admission = len(request.token_ids)
     return request.emit_from

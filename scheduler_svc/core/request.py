@@ -92,6 +92,30 @@ class Request:
             return 0
         return self.num_tokens - self.num_computed_tokens
 
+    def emission_start(self, session: int) -> int:
+        """Output position that a worker session would emit from, admitted to it now.
+
+        The session that emitted before still delivers through its outbox if it is this one. Any
+        other may have died with tokens unsent: everything is repeated. A repeat goes out with the
+        first token sampled after it, so a row that gave none has left it to the next.
+        """
+        if self.emitted_by is None:
+            return self.emit_from
+        if self.emitted_by != session:
+            return 0
+        given = len(self.token_ids) > self.num_known_at_admission
+        return self.num_output_tokens if given else self.emit_from
+
+    def num_unscored(self, session: int) -> int:
+        """With logprobs: leading tokens whose logits are not wanted, so that a cache may hold them.
+
+        Logits after a token give the logprobs of the next one.
+        """
+        start = self.emission_start(session)
+        if self.sampling.prompt_logprobs and start == 0:
+            return 0
+        return self.prompt_len - 1 + start
+
     def move(self, move: Move) -> None:
         """Changes the state by the table."""
         self.state = after(self.state, move)

@@ -20,12 +20,17 @@ class PrefixSharing:
         self._hash_key = hash_key
 
     def match(self, request: Request, worker: WorkerState) -> list[BlockId]:
-        """Cached blocks of the request's prefix; at least one token is left to compute."""
+        """Cached blocks of the request's prefix; at least one token is left to compute.
+
+        Where logprobs are wanted, all tokens whose logits give them are left.
+        """
         if not self._enabled:
             return []
         size = worker.capacity.block_size
         self._name_blocks(request, size)
         num_usable = (len(request.token_ids) - 1) // size
+        if request.sampling.num_logprobs is not None:
+            num_usable = min(num_usable, request.num_unscored(worker.session) // size)
         return worker.pool.match(
             islice(request.block_hashes, num_usable),
             request.chain_start,

@@ -35,7 +35,10 @@ class FaultScope(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:
-    """How tokens are chosen. The core reads max_tokens only; the rest goes to the worker."""
+    """How tokens are chosen. The core reads max_tokens and what of logprobs is wanted only.
+
+    num_logprobs is how many of the most likely tokens go with each token, None for no logprobs.
+    """
 
     max_tokens: int
     temperature: float = 0.0
@@ -44,6 +47,13 @@ class SamplingSpec:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,8 @@ worker can carry out within its budget (FakeWorker), and tokens that a client ca
 (FakeGateway). At the end all is healed and every request must end within a bounded number of steps.
 """
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -32,6 +34,7 @@ NAMES = ("w0", "w1")
 OTHER = "other gateway"
 MAX_STEPS_TO_END = 4000
 DEPTHS = [1, 2, 4, 8]
+SCORED: dict[str, Any] = {"num_logprobs": 0, "prompt_logprobs": True}
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -79,8 +82,9 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 1, -1]),
         deadline_ms=st.none() | st.integers(1, 200),
         gateway=st.sampled_from([GATEWAY, GATEWAY, GATEWAY, OTHER]),
+        logprobs=st.sampled_from([{}, {}, {"num_logprobs": 1}, SCORED]),
     )
-    def arrive(
+    def arrive(  # noqa: PLR0917  # the rule's parameters, given by name
         self,
         count: int,
         prompt: int,
@@ -90,6 +94,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority: int,
         deadline_ms: int | None,
         gateway: str,
+        logprobs: dict[str, Any],
     ) -> None:
         deadline_ns = None if deadline_ms is None else self.cluster.now_ns + deadline_ms * MS
         for extra in range(count):
@@ -104,6 +109,7 @@ class CoreMachine(RuleBasedStateMachine):
                     priority=priority,
                     deadline_ns=None if extra else deadline_ns,
                     gateway_id=gateway,
+                    **logprobs,
                 )
             )
 

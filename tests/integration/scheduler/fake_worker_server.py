@@ -315,6 +315,10 @@ def _core_admit(admit: worker_pb2.Admit) -> ready.Admit:
             seed=admit.sampling.seed,
             stop_token_ids=tuple(admit.sampling.stop_token_ids),
             min_tokens=admit.sampling.min_tokens,
+            num_logprobs=(
+                admit.sampling.num_logprobs if admit.sampling.HasField("num_logprobs") else None
+            ),
+            prompt_logprobs=admit.sampling.prompt_logprobs,
         ),
         traceparent=admit.traceparent,
     )

@@ -6,6 +6,7 @@ waiting queue while all slots are taken.
 
 import sys
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ MAX_CALLS = 45
 MAX_CALLS_PER_BLOCK = 11
 
 
-def running(num_waiting: int = 0, num_rows: int = NUM_ROWS) -> Cluster:
+def running(num_waiting: int = 0, num_rows: int = NUM_ROWS, **request: Any) -> Cluster:
     """All slots decode; prompts differ in length so that each step a sixteenth take a block."""
     cluster = Cluster(make_core(max_inflight_steps=2, hash_key=b"k"))
     cluster.begin(
@@ -34,7 +35,7 @@ def running(num_waiting: int = 0, num_rows: int = NUM_ROWS) -> Cluster:
     )
     cluster.arrive_together(
         *(
-            make_request(f"r{i}", prompt=17 + i % BLOCK_SIZE, max_tokens=200)
+            make_request(f"r{i}", prompt=17 + i % BLOCK_SIZE, max_tokens=200, **request)
             for i in range(num_rows + num_waiting)
         )
     )
@@ -81,6 +82,12 @@ def test_a_decode_step_makes_no_calls_for_its_rows(num_rows: int) -> None:
     assert sum(blocks) == 2 * 32 * num_rows // BLOCK_SIZE
     for count, num_blocks in zip(counts, blocks, strict=True):
         assert count <= MAX_CALLS + MAX_CALLS_PER_BLOCK * num_blocks
+
+
+def test_logprobs_cost_the_scheduler_nothing() -> None:
+    counts, blocks = calls_of_steps(running(num_rows=16), 32)
+    scored = running(num_rows=16, num_logprobs=5, prompt_logprobs=True)
+    assert calls_of_steps(scored, 32) == (counts, blocks)
 
 
 def test_a_full_worker_does_not_look_at_the_waiting_queue() -> None:

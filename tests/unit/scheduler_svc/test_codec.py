@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ def sampling(**fields: Any) -> common_pb2.SamplingParams:
     return common_pb2.SamplingParams(**({"max_tokens": 8, "top_p": 1.0} | fields))
 
 
+def biased(token_ids: Iterable[int], biases: list[float]) -> common_pb2.SamplingParams:
+    """With these columns."""
+    return sampling(logit_bias_token_ids=token_ids, logit_biases=biases)
+
+
 def request(**fields: Any) -> queue_pb2.QueuedRequest:
     """A valid request but for `fields`."""
     values: dict[str, Any] = {
@@ -76,11 +82,43 @@ def decode_request(**fields: Any) -> RequestArrived | codec.CancelEntry | codec.
     return decode(queue_pb2.QueueEntry(request=request(**fields)).SerializeToString())
 
 
+EVERY_FIELD: dict[str, Any] = {
+    "max_tokens": 9,
+    "temperature": 0.5,
+    "top_p": 0.25,
+    "top_k": 7,
+    "seed": 2**64 - 1,
+    "stop_token_ids": [3, 4],
+    "min_tokens": 2,
+    "min_p": 0.125,
+    "presence_penalty": -2.0,
+    "frequency_penalty": 2.0,
+    "repetition_penalty": 1.5,
+    "logit_bias_token_ids": [2**31 - 1, 7],
+    "logit_biases": [-100.0, 100.0],
+    "num_logprobs": 20,
+    "prompt_logprobs": True,
+}
+EVERY_FIELD_READ = SamplingSpec(
+    max_tokens=9,
+    temperature=0.5,
+    top_p=0.25,
+    top_k=7,
+    seed=2**64 - 1,
+    stop_token_ids=(3, 4),
+    min_tokens=2,
+    min_p=0.125,
+    presence_penalty=-2.0,
+    frequency_penalty=2.0,
+    repetition_penalty=1.5,
+    logit_bias=((2**31 - 1, -100.0), (7, 100.0)),
+    num_logprobs=20,
+    prompt_logprobs=True,
+)
+
+
 def test_every_field_of_a_request_arrives() -> None:
-    params = sampling(
-        max_tokens=9, temperature=0.5, top_p=0.25, top_k=7, seed=2**64 - 1, min_tokens=2
-    )
-    params.stop_token_ids.extend([3, 4])
+    params = sampling(**EVERY_FIELD)
     assert decode_request(sampling=params) == RequestArrived(
         now_ns=3,
         request_id=RequestId(ID),
@@ -90,20 +128,25 @@ def test_every_field_of_a_request_arrives() -> None:
         reply_to=b"r" * 16,
         prompt_token_ids=(5, 6, 7),
         output_token_ids=(8,),
-        sampling=SamplingSpec(
-            max_tokens=9,
-            temperature=0.5,
-            top_p=0.25,
-            top_k=7,
-            seed=2**64 - 1,
-            stop_token_ids=(3, 4),
-            min_tokens=2,
-        ),
+        sampling=EVERY_FIELD_READ,
         priority=-4,
         deadline_ns=1_700_000_000_000_000_000,
         cache_salt=b"salt",
         traceparent="00-aa",
     )
+
+
+def test_what_sampling_leaves_out_has_the_defaults() -> None:
+    arrived = decode_request(sampling=sampling(top_p=1.0))
+    assert isinstance(arrived, RequestArrived)
+    assert arrived.sampling == SamplingSpec(max_tokens=8)
+    none_beside = decode_request(sampling=sampling(num_logprobs=0))
+    assert isinstance(none_beside, RequestArrived)
+    assert none_beside.sampling.num_logprobs == 0
+    longest = decode_request(
+        sampling=sampling(prompt_logprobs=True, num_logprobs=20), prompt_token_ids=[1] * 49_932
+    )
+    assert isinstance(longest, RequestArrived)
 
 
 def test_a_cancel_arrives() -> None:
@@ -134,6 +177,32 @@ def test_a_cancel_arrives() -> None:
         ({"sampling": sampling(min_tokens=9)}, "min_tokens"),
         ({"sampling": sampling(stop_token_ids=[2**31])}, "stop_token_ids"),
         ({"sampling": sampling(stop_token_ids=[1] * 5000)}, "stop_token_ids"),
+        ({"sampling": sampling(min_p=-0.1)}, "min_p"),
+        ({"sampling": sampling(min_p=1.5)}, "min_p"),
+        ({"sampling": sampling(min_p=math.nan)}, "min_p"),
+        ({"sampling": sampling(presence_penalty=2.5)}, "presence_penalty"),
+        ({"sampling": sampling(presence_penalty=math.nan)}, "presence_penalty"),
+        ({"sampling": sampling(frequency_penalty=-2.5)}, "frequency_penalty"),
+        ({"sampling": sampling(frequency_penalty=-math.inf)}, "frequency_penalty"),
+        ({"sampling": sampling(repetition_penalty=-1.0)}, "repetition_penalty"),
+        ({"sampling": sampling(repetition_penalty=math.inf)}, "repetition_penalty"),
+        ({"sampling": sampling(repetition_penalty=math.nan)}, "repetition_penalty"),
+        ({"sampling": biased([1, 2], [1.0])}, "differ in length"),
+        ({"sampling": biased([1], [1.0, 2.0])}, "differ in length"),
+        ({"sampling": biased([1, 1], [1.0, 2.0])}, "twice"),
+        ({"sampling": biased([2**31], [1.0])}, "logit_bias_token_ids"),
+        ({"sampling": biased([1], [100.5])}, "logit_biases"),
+        ({"sampling": biased([1], [math.nan])}, "logit_biases"),
+        ({"sampling": biased(range(1025), [0.5] * 1025)}, "1024"),
+        ({"sampling": sampling(num_logprobs=21)}, "num_logprobs"),
+        ({"sampling": sampling(prompt_logprobs=True)}, "prompt_logprobs needs num_logprobs"),
+        (
+            {
+                "sampling": sampling(prompt_logprobs=True, num_logprobs=20),
+                "prompt_token_ids": [1] * 49_933,
+            },
+            "1048593 values; 1048576 are allowed",
+        ),
         ({"cache_salt": b"s" * 257}, "cache_salt"),
         ({"traceparent": "t" * 257}, "traceparent"),
         ({"required_features": ["grammar", "vision"]}, "grammar, vision"),
@@ -195,7 +264,7 @@ def test_a_plan_keeps_every_column() -> None:
         num_computed_tokens=16,
         num_cached_tokens=15,
         block_ids=(BlockId(9), BlockId(8)),
-        sampling=SamplingSpec(max_tokens=6, temperature=0.5, seed=2**64 - 1, stop_token_ids=(2,)),
+        sampling=EVERY_FIELD_READ,
         traceparent="00-aa",
     )
     plan = ready.StepPlan(
@@ -224,8 +293,7 @@ def test_a_plan_keeps_every_column() -> None:
     assert (got.reply_to, list(got.token_ids), got.prompt_len) == (b"r" * 16, [1, 2, 3], 2)
     assert (got.emit_from, got.num_computed_tokens, got.num_cached_tokens) == (1, 16, 15)
     assert (list(got.block_ids), got.traceparent) == ([9, 8], "00-aa")
-    assert (got.sampling.max_tokens, got.sampling.temperature) == (6, 0.5)
-    assert (got.sampling.seed, list(got.sampling.stop_token_ids)) == (2**64 - 1, [2])
+    assert got.sampling == sampling(**EVERY_FIELD)
 
 
 def test_a_steady_step_of_256_requests_is_at_most_128_bytes() -> None:
