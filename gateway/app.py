@@ -45,7 +45,6 @@ class Gateway:
             reply_to=reply_to,
             max_requests=settings.max_queued_requests,
             max_tokens=settings.max_queued_tokens,
-            life_s=settings.default_deadline_s,
         )
         self.fleet = TokensFleet(
             redis=self.queue.redis,

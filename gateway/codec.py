@@ -1,5 +1,9 @@
 """Generated classes to the gateway's values and back; the only module that opens them."""
 
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 from google.protobuf.message import DecodeError
 from quire.v1 import common_pb2, inference_pb2, queue_pb2, worker_pb2
 
@@ -7,11 +11,13 @@ from gateway.core.output import Chunk
 from gateway.core.prompt import Message
 from gateway.core.types import (
     FinishReason,
+    LogprobRows,
     Notice,
     QueuedRequest,
     RequestId,
     Sampling,
     TokenBatch,
+    TokenLogprob,
     Usage,
     WorkerRecord,
 )
@@ -29,6 +35,14 @@ def _sampling(sampling: Sampling) -> common_pb2.SamplingParams:
         seed=sampling.seed,
         stop_token_ids=sampling.stop_token_ids,
         min_tokens=sampling.min_tokens,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias_token_ids=[token for token, _ in sampling.logit_bias],
+        logit_biases=[bias for _, bias in sampling.logit_bias],
+        num_logprobs=sampling.num_logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -43,6 +57,8 @@ def encode_request(request: QueuedRequest, gateway_id: str, reply_to: bytes) -> 
         output_token_ids=request.output_token_ids,
         sampling=_sampling(request.sampling),
         priority=request.priority,
+        cache_salt=request.cache_salt,
+        traceparent=request.traceparent,
     )
     return queue_pb2.QueueEntry(request=queued).SerializeToString()
 
@@ -131,15 +147,64 @@ def decode_batch(message: worker_pb2.TokensResponse) -> TokenBatch | None:
         token_ids=list(batch.token_ids),
         finish_reasons=list(batch.finish_reasons),
         num_cached_tokens=list(batch.num_cached_tokens),
+        logprobs=_logprobs(batch.logprobs, num_tokens) if batch.logprobs else {},
     )
 
 
-def decode_generate(request: inference_pb2.GenerateRequest) -> RawRequest:
+def _logprobs(
+    messages: Iterable[worker_pb2.TokenLogprobs], num_tokens: Sequence[int]
+) -> dict[int, LogprobRows]:
+    """Rows by entry, as arrays: a prompt's may be many."""
+    found: dict[int, LogprobRows] = {}
+    for message in messages:
+        if message.entry >= len(num_tokens) or message.entry in found:
+            raise DecodeError("logprobs of a batch name an entry that is not there, or one twice")
+        num_rows = message.num_prompt_rows + num_tokens[message.entry]
+        num_top = num_rows * message.num_top
+        if len(message.logprobs) != num_rows:
+            raise DecodeError("logprobs of a batch do not fit its tokens")
+        if len(message.top_token_ids) != num_top or len(message.top_logprobs) != num_top:
+            raise DecodeError("top logprobs of a batch do not fit its tokens")
+        found[message.entry] = LogprobRows(
+            num_prompt_rows=message.num_prompt_rows,
+            logprobs=array("f", message.logprobs),
+            num_top=message.num_top,
+            top_token_ids=array("I", message.top_token_ids),
+            top_logprobs=array("f", message.top_logprobs),
+        )
+    return found
+
+
+# Fields of GenerateRequest that are named alike in RawRequest, None there where they are not set.
+_NULLABLE = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "priority",
+    "deadline_ms",
+    "cache_salt",
+    "user",
+)
+# And those that are true where they are not set.
+_TRUE_UNLESS_SET = ("skip_special_tokens", "add_special_tokens", "add_generation_prompt")
+
+
+def decode_generate(
+    request: inference_pb2.GenerateRequest, *, tenant: str = "", traceparent: str = ""
+) -> RawRequest:
     """What a gRPC client asked for."""
-
-    def optional(name: str) -> bool:
-        return request.HasField(name)  # type: ignore[arg-type]
-
+    given: dict[str, Any] = {
+        name: getattr(request, name)
+        for name in (*_NULLABLE, *_TRUE_UNLESS_SET)
+        if request.HasField(name)  # type: ignore[arg-type]
+    }
     prompt = request.WhichOneof("prompt")
     messages = [Message(role=m.role, content=m.content) for m in request.messages.messages]
     return RawRequest(
@@ -147,17 +212,18 @@ def decode_generate(request: inference_pb2.GenerateRequest) -> RawRequest:
         text=request.text if prompt == "text" else None,
         token_ids=list(request.token_ids.ids) if prompt == "token_ids" else None,
         messages=messages if prompt == "messages" else None,
-        max_tokens=request.max_tokens if optional("max_tokens") else None,
-        temperature=request.temperature if optional("temperature") else None,
-        top_p=request.top_p if optional("top_p") else None,
-        top_k=request.top_k if optional("top_k") else None,
-        seed=request.seed if optional("seed") else None,
+        logit_bias=dict(request.logit_bias),
+        num_logprobs=request.logprobs if request.HasField("logprobs") else None,
+        echo=request.echo,
         stop=list(request.stop),
         stop_token_ids=list(request.stop_token_ids),
+        include_stop_str_in_output=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
-        min_tokens=request.min_tokens if optional("min_tokens") else None,
-        priority=request.priority if optional("priority") else None,
+        continue_final_message=request.continue_final_message,
         client_request_id=request.client_request_id,
+        tenant=tenant,
+        traceparent=traceparent,
+        **given,
     )
 
 
@@ -170,10 +236,42 @@ def started(request_id: str, client_request_id: str) -> inference_pb2.GenerateRe
     )
 
 
-def delta(chunk: Chunk) -> inference_pb2.GenerateResponse:
-    """A piece of an answer."""
+def echo(
+    text: str,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob] | None,
+    token_bytes: Callable[[int], bytes],
+) -> inference_pb2.GenerateResponse:
+    """The prompt; its logprobs are those from the second token on, None if they are not wanted."""
+    rows = []
+    if logprobs is not None:
+        first = token_ids[0]
+        rows.append(inference_pb2.TokenLogprob(token_id=first, token=token_bytes(first)))
+        rows += [_token_logprob(entry, token_bytes) for entry in logprobs]
     return inference_pb2.GenerateResponse(
-        delta=inference_pb2.Delta(text=chunk.text, token_ids=chunk.token_ids)
+        echo=inference_pb2.Echo(text=text, token_ids=token_ids, logprobs=rows)
+    )
+
+
+def delta(chunk: Chunk, token_bytes: Callable[[int], bytes]) -> inference_pb2.GenerateResponse:
+    """A piece of an answer."""
+    rows = [_token_logprob(entry, token_bytes) for entry in chunk.logprobs]
+    return inference_pb2.GenerateResponse(
+        delta=inference_pb2.Delta(text=chunk.text, token_ids=chunk.token_ids, logprobs=rows)
+    )
+
+
+def _token_logprob(
+    entry: TokenLogprob, token_bytes: Callable[[int], bytes]
+) -> inference_pb2.TokenLogprob:
+    return inference_pb2.TokenLogprob(
+        token_id=entry.token_id,
+        token=token_bytes(entry.token_id),
+        logprob=entry.logprob,
+        top=[
+            inference_pb2.TopLogprob(token_id=i, token=token_bytes(i), logprob=logprob)
+            for i, logprob in entry.top
+        ],
     )
 
 

@@ -1,4 +1,4 @@
-"""What both interfaces do with a request: admit it, follow its stream, end it once.
+"""What all interfaces do with a request: admit it, follow its stream, end it once.
 
 Owns the table of live requests. Everything that changes it runs on the event loop: news from
 workers and notices (EventSink), the clients' side (LiveRequest), and one sweeper for silence and
@@ -7,42 +7,46 @@ deadlines. A request leaves the table at its end and its client's side reads wha
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.core import validation
+from gateway.core.detokenizer import Detokenizer
 from gateway.core.errors import UnavailableError
 from gateway.core.output import Chunk, OutputAssembler
-from gateway.core.stream import Fed, StreamState
+from gateway.core.stream import Fed
 from gateway.core.types import (
     Admission,
     FinishReason,
+    LogprobRows,
     ModelInfo,
     Notice,
     QueuedRequest,
     RequestId,
-    Sampling,
     Terminal,
     TokenBatch,
-    Usage,
+    TokenLogprob,
 )
-from gateway.core.validation import RawRequest
+from gateway.core.validation import CheckedPrompt, CheckedRequest, RawRequest
+from gateway.live import (
+    CLIENT_GONE,
+    DRAINING,
+    NO_LOGPROBS,
+    OVERDUE,
+    LiveRequest,
+    slow_reader,
+    stream_lost,
+)
 from gateway.metrics import GatewayMetrics
 from gateway.ports import Fleet, RequestQueue, TokenizerPort, WorkerLink
 from servicekit import logs
 
-BACKSTOP_S = 10.0
 SWEEP_S = 0.25
 RETRY_S = 0.5
 MAX_STRANGERS = 10_000
-DRAINING = Terminal(
-    reason=FinishReason.UNAVAILABLE, message="The gateway is shutting down.", code="draining"
-)
-CLIENT_GONE = Terminal(
-    reason=FinishReason.CANCELLED, message="The request was cancelled.", code="cancelled"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,58 +56,6 @@ class EngineConfig:
     default_deadline_s: float
     stall_s: float
     stream_buffer_tokens: int
-
-
-class LiveRequest:
-    """One accepted request. The engine writes its state, its client's side reads chunks."""
-
-    def __init__(
-        self, queued: QueuedRequest, assembler: OutputAssembler, now_s: float, life_s: float
-    ) -> None:
-        self.queued = queued
-        self.request_id = queued.request_id
-        self.state = StreamState()
-        self.assembler = assembler
-        self.admission: Admission | None = None
-        self.link: WorkerLink | None = None
-        self.arrived_s = now_s
-        self.backstop_s = now_s + life_s + BACKSTOP_S
-        self.first_token_s = 0.0
-        self.last_token_s = 0.0
-        self.num_cached_tokens = 0
-        self.superseding = False
-        self.waiting = False
-        self._news = asyncio.Event()
-
-    @property
-    def public_id(self) -> str:
-        """The id that clients see."""
-        return self.request_id.hex()
-
-    @property
-    def usage(self) -> Usage:
-        """As of the chunks read so far."""
-        return Usage(
-            prompt_tokens=len(self.queued.prompt_token_ids),
-            completion_tokens=self.assembler.num_tokens,
-            cached_tokens=self.num_cached_tokens,
-        )
-
-    def wake(self) -> None:
-        """There is something to read."""
-        self._news.set()
-
-    async def take(self) -> tuple[Sequence[int], Terminal | None]:
-        """Waits for news: tokens not taken before, and the end if there is one."""
-        if not self._news.is_set():
-            self.waiting = True
-            try:
-                await self._news.wait()
-            finally:
-                self.waiting = False
-        if self.state.end is None:
-            self._news.clear()
-        return self.state.take(), self.state.end
 
 
 class Engine:
@@ -156,46 +108,34 @@ class Engine:
 
     async def submit(self, raw: RawRequest) -> LiveRequest:
         """Validates, tokenizes and queues. Raises GatewayError; a request it returns is live."""
+        [live] = await self.submit_all([raw])
+        return live
+
+    async def submit_all(self, raws: Sequence[RawRequest]) -> list[LiveRequest]:
+        """The prompts of one request: all of them are queued, or none. Raises GatewayError."""
         arrived_s = time.monotonic()
         if self.draining:
             raise UnavailableError(DRAINING.message, code=DRAINING.code)
-        checked = validation.check(raw, self.model)
-        if checked.messages is not None:
-            prompt = await self._tokenizer.encode_chat(checked.messages)
-        elif checked.text is not None:
-            prompt = await self._tokenizer.encode_text(checked.text)
-        else:
-            prompt = checked.token_ids or ()
-        sampling = validation.fit(
-            checked, len(prompt), self.max_model_len, random_seed=secrets.randbits(64)
-        )
-        queued = QueuedRequest(
-            request_id=RequestId(secrets.token_bytes(16)),
-            attempt=1,
-            prompt_token_ids=prompt,
-            sampling=sampling,
-            priority=checked.priority,
-        )
-        live = LiveRequest(
-            queued,
-            self._assembler(checked.stops, sampling),
-            arrived_s,
-            self._config.default_deadline_s,
-        )
-        await self._admit(live)
-        self._log.info(
-            "accepted",
-            request_id=live.public_id,
-            client_request_id=raw.client_request_id[:128],
-            prompt_tokens=len(prompt),
-            max_tokens=sampling.max_tokens,
-        )
-        return live
+        lives = [
+            await self._prepare(checked, arrived_s)
+            for checked in validation.check_all(raws, self.model)
+        ]
+        await self._admit(lives)
+        for live, raw in zip(lives, raws, strict=True):
+            self._log.info(
+                "accepted",
+                request_id=live.public_id,
+                client_request_id=raw.client_request_id[:128],
+                user=raw.user or "",
+                prompt_tokens=len(live.queued.prompt_token_ids),
+                max_tokens=live.queued.sampling.max_tokens,
+            )
+        return lives
 
     async def next_chunk(self, live: LiveRequest) -> Chunk:
         """The next output; the chunk with an end is the last. Ends the request at stop strings."""
-        tokens, end = await live.take()
-        chunk = live.assembler.push(tokens, end)
+        tokens, logprobs, end = await live.take()
+        chunk = live.assembler.push(tokens, end, logprobs)
         if chunk.end is not None and chunk.end is not end:
             self._close(live, chunk.end)
         return chunk
@@ -214,6 +154,23 @@ class Engine:
             return False
         self._close(live, CLIENT_GONE)
         return True
+
+    async def encode(self, raw: RawRequest) -> list[int]:
+        """The tokens of a prompt, whatever its length. Raises RequestRejected."""
+        return list(await self._encode(validation.check_prompt(raw, self.model)))
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of tokens. Raises RequestRejected for ids outside the vocabulary."""
+        validation.check_token_ids("tokens", token_ids, self.model)
+        return await self._tokenizer.decode_ids(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, special ones too."""
+        return self._tokenizer.token_bytes(token_id)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """For one run of tokens."""
+        return self._tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
 
     async def drain(self, grace_s: float) -> None:
         """No new requests; the live ones get grace_s, then an explicit end."""
@@ -239,12 +196,13 @@ class Engine:
             if live is None:
                 self._on_stranger(request_id, link, now_s)
                 continue
-            if attempt >= live.state.attempt:
-                live.link = link
-                live.num_cached_tokens = max(live.num_cached_tokens, batch.num_cached_tokens[i])
+            if attempt < live.state.attempt:
+                continue
+            live.link = link
+            live.num_cached_tokens = max(live.num_cached_tokens, batch.num_cached_tokens[i])
             first, finish = batch.first_positions[i], batch.finish_reasons[i]
             try:
-                self._feed(live, attempt, first, tokens, finish, now_s)
+                self._feed(live, attempt, first, tokens, finish, now_s, batch.logprobs.get(i))
             except Exception:
                 # One request's error must not reach the others of the batch.
                 self._log.exception("feed_failed", request_id=live.public_id)
@@ -273,29 +231,72 @@ class Engine:
 
     # Inside.
 
-    def _assembler(self, stops: Sequence[str], sampling: Sampling) -> OutputAssembler:
-        return OutputAssembler(
-            self._tokenizer.detokenizer(),
-            stops=stops,
+    async def _encode(self, prompt: CheckedPrompt) -> Sequence[int]:
+        if prompt.messages is not None:
+            return await self._tokenizer.encode_chat(
+                prompt.messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
+            )
+        if prompt.text is not None:
+            return await self._tokenizer.encode_text(
+                prompt.text, add_special_tokens=prompt.add_special_tokens
+            )
+        return prompt.token_ids or ()
+
+    async def _prepare(self, checked: CheckedRequest, arrived_s: float) -> LiveRequest:
+        """All but the admission."""
+        prompt = await self._encode(checked.prompt)
+        sampling = validation.fit(
+            checked, len(prompt), self.max_model_len, random_seed=secrets.randbits(64)
+        )
+        skip = checked.skip_special_tokens
+        echo_text = None
+        if checked.echo:
+            echo_text = checked.prompt.text
+            if echo_text is None:
+                echo_text = await self._tokenizer.decode_ids(prompt, skip_special_tokens=skip)
+        life_ms = math.ceil(self._config.default_deadline_s * 1000)
+        queued = QueuedRequest(
+            request_id=RequestId(secrets.token_bytes(16)),
+            attempt=1,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            priority=checked.priority,
+            # A client may ask for less time, not for more.
+            life_ms=min(life_ms, checked.deadline_ms or life_ms),
+            cache_salt=checked.cache_salt,
+            traceparent=checked.traceparent,
+        )
+        assembler = OutputAssembler(
+            self._tokenizer.detokenizer(skip_special_tokens=skip),
+            stops=checked.stops,
             stop_token_ids=sampling.stop_token_ids,
             min_tokens=sampling.min_tokens,
+            include_stop=checked.include_stop_str_in_output,
+            hidden=checked.prompt_only,
+        )
+        return LiveRequest(
+            queued, assembler, arrived_s, echo_text=echo_text, skip_special_tokens=skip
         )
 
-    async def _admit(self, live: LiveRequest) -> None:
-        # Tokens may come before the script's answer, so the request is live first.
-        self._live[live.request_id] = live
+    async def _admit(self, lives: Sequence[LiveRequest]) -> None:
+        # Tokens may come before the script's answer, so the requests are live first.
+        self._live.update((live.request_id, live) for live in lives)
         self._idle.clear()
         try:
-            live.admission = await self._queue.admit(live.queued)
+            admissions = await self._queue.admit([live.queued for live in lives])
         except BaseException as error:
-            self._forget(live)
-            if not isinstance(error, UnavailableError | asyncio.CancelledError):
-                raise
-            # The script may have run although its answer is lost.
-            self._queue.cancel(live.request_id)
+            for live in lives:
+                self._forget(live)
+                # The script may have run although its answer is lost.
+                if isinstance(error, UnavailableError | asyncio.CancelledError):
+                    self._queue.cancel(live.request_id)
             raise
-        if self.draining and live.state.end is None:
-            self._close(live, DRAINING)
+        for live, admission in zip(lives, admissions, strict=True):
+            live.admission = admission
+            if self.draining and live.state.end is None:
+                self._close(live, DRAINING)
 
     def _feed(
         self,
@@ -305,10 +306,17 @@ class Engine:
         tokens: Sequence[int],
         finish: int,
         now_s: float,
+        rows: LogprobRows | None,
     ) -> None:
+        logprobs: Sequence[TokenLogprob] | None = ()
+        if live.wants_logprobs and tokens:
+            logprobs = live.logprobs_of(tokens, rows)
+        if logprobs is None:
+            self._close(live, NO_LOGPROBS)
+            return
         state = live.state
         held, repeated = len(state.tokens), state.num_repeated
-        fed = state.feed(attempt, first, tokens, finish)
+        fed = state.feed(attempt, first, tokens, finish, logprobs)
         if state.num_repeated != repeated:
             self._metrics.repeated_tokens.inc(state.num_repeated - repeated)
         if fed is Fed.NEWS:
@@ -318,7 +326,7 @@ class Engine:
             if state.end is not None:
                 self._finished(live, tell=False)
             elif state.num_unread > self._config.stream_buffer_tokens and not live.waiting:
-                self._close(live, _slow_reader(state.num_unread))
+                self._close(live, slow_reader(state.num_unread))
             else:
                 live.wake()
         elif fed is not Fed.NOTHING:
@@ -384,7 +392,7 @@ class Engine:
         if live.superseding or live.state.end is not None:
             return
         if not live.state.supersede():
-            self._close(live, _lost(why))
+            self._close(live, stream_lost(why))
             return
         self._log.warning(
             "superseding", request_id=live.public_id, why=why, attempt=live.state.attempt
@@ -428,30 +436,6 @@ class Engine:
             now_s = time.monotonic()
             for live in list(self._live.values()):
                 if now_s > live.backstop_s:
-                    self._close(live, _overdue())
+                    self._close(live, OVERDUE)
                 elif live.last_token_s and now_s - live.last_token_s > self._config.stall_s:
                     self._supersede(live, "stall")
-
-
-def _slow_reader(num_unread: int) -> Terminal:
-    return Terminal(
-        reason=FinishReason.ERROR,
-        message=f"The client read too slowly: {num_unread} tokens were waiting for it.",
-        code="slow_reader",
-    )
-
-
-def _lost(why: str) -> Terminal:
-    return Terminal(
-        reason=FinishReason.ERROR,
-        message=f"The stream could not be continued ({why}).",
-        code="stream_lost",
-    )
-
-
-def _overdue() -> Terminal:
-    return Terminal(
-        reason=FinishReason.DEADLINE,
-        message="The request's deadline passed.",
-        code="deadline_exceeded",
-    )

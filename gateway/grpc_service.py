@@ -1,7 +1,7 @@
 """The public gRPC interface over the same engine."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -20,6 +20,7 @@ from gateway.core.errors import (
     error_of,
 )
 from gateway.engine import Engine
+from gateway.live import LiveRequest
 from servicekit import logs
 
 SERVICE_NAME = "quire.v1.InferenceService"
@@ -30,6 +31,20 @@ _STATUS: tuple[tuple[type[GatewayError], grpc.StatusCode], ...] = (
     (RequestCancelledError, grpc.StatusCode.CANCELLED),
 )
 _Context = grpc.aio.ServicerContext[Any, Any]
+# The tenant of a call, "" where there are no keys.
+Callers = Callable[[_Context], str]
+
+
+def nobody(_: _Context) -> str:
+    """Callers have no names."""
+    return ""
+
+
+def _traceparent(context: _Context) -> str:
+    for name, value in context.invocation_metadata() or ():
+        if name == "traceparent":
+            return value if isinstance(value, str) else ""
+    return ""
 
 
 def status_of(error: GatewayError) -> grpc.StatusCode:
@@ -44,24 +59,33 @@ def status_of(error: GatewayError) -> grpc.StatusCode:
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Errors before acceptance are statuses; afterwards Finished says how it ended."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, callers: Callers = nobody) -> None:
         self._engine = engine
+        self._callers = callers
         self._log = logs.get_logger("gateway.grpc")
 
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Streams the answer to one prompt."""
+        raw = codec.decode_generate(
+            request, tenant=self._callers(context), traceparent=_traceparent(context)
+        )
         try:
-            live = await self._engine.submit(codec.decode_generate(request))
+            live = await self._engine.submit(raw)
         except GatewayError as error:
             await self._abort(context, error)
         try:
             yield codec.started(live.public_id, request.client_request_id)
+            echoed = live.echo_text is None
             while True:
                 chunk = await self._engine.next_chunk(live)
+                ended_well = chunk.end is not None and error_of(chunk.end) is None
+                if not echoed and (chunk.token_ids or ended_well):
+                    echoed = True
+                    yield self._echo(live)
                 if chunk.text or chunk.token_ids:
-                    yield codec.delta(chunk)
+                    yield codec.delta(chunk, self._engine.token_bytes)
                 if chunk.end is not None:
                     break
             error_or_none = error_of(chunk.end)
@@ -69,6 +93,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             yield codec.finished(chunk.end.reason, message, live.usage)
         finally:
             self._engine.cancel(live)
+
+    def _echo(self, live: LiveRequest) -> inference_pb2.GenerateResponse:
+        """The prompt; its logprobs have come with the first output."""
+        return codec.echo(
+            live.echo_text or "",
+            live.queued.prompt_token_ids,
+            live.prompt_logprobs if live.wants_logprobs else None,
+            self._engine.token_bytes,
+        )
 
     async def Cancel(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.CancelRequest, context: _Context

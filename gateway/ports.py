@@ -11,8 +11,8 @@ from gateway.core.types import Admission, Notice, QueuedRequest, RequestId, Toke
 class RequestQueue(Protocol):
     """The durable queue."""
 
-    async def admit(self, request: QueuedRequest) -> Admission:
-        """Adds a request. Raises QueueFullError at the bound, UnavailableError without Redis."""
+    async def admit(self, requests: Sequence[QueuedRequest]) -> list[Admission]:
+        """Adds all or none. Raises QueueFullError at the bound, UnavailableError without Redis."""
 
     async def supersede(self, old: Admission, request: QueuedRequest) -> Admission:
         """Replaces an entry by a later attempt. Never refused; raises UnavailableError."""
@@ -64,11 +64,23 @@ class EventSink(Protocol):
 class TokenizerPort(Protocol):
     """Tokenizing, off the event loop."""
 
-    async def encode_text(self, text: str) -> Sequence[int]:
-        """The tokens of a raw prompt, with the model's own opening token."""
+    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """The tokens of a raw prompt, with the model's own opening token unless told otherwise."""
 
-    async def encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Sequence[int]:
         """The tokens of a conversation put through the chat template."""
 
-    def detokenizer(self) -> Detokenizer:
-        """A detokenizer for one request."""
+    async def decode_ids(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens, all at once."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, special ones too; half a character may be among it."""
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A detokenizer for one run of tokens."""

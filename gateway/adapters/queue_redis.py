@@ -8,7 +8,7 @@ No command per token.
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -26,23 +26,29 @@ NOTICES_PER_READ = 256
 RETRY_S = 0.5
 _FAILURES = (RedisError, OSError, TimeoutError)
 
-# KEYS requests, backlog. ARGV entry, life in ms, most requests, most tokens, tokens of this one,
-# wake channel. Answers {1, entry id, deadline} or {0, bound reached, tokens waiting, tokens/s}.
+# KEYS requests, backlog. ARGV most requests, most tokens, tokens of these, wake channel, then each
+# request's entry and life in ms. Answers {1, then each one's entry id and deadline} or {0, bound
+# reached, tokens waiting, tokens/s}.
 _ADMIT = """
 local waiting = tonumber(redis.call('HGET', KEYS[2], 'tokens') or '0') or 0
 local rate = redis.call('HGET', KEYS[2], 'tokens_per_s') or '0'
-if redis.call('XLEN', KEYS[1]) >= tonumber(ARGV[3]) then
+if redis.call('XLEN', KEYS[1]) + (#ARGV - 4) / 2 > tonumber(ARGV[1]) then
   return {0, 'requests', tostring(waiting), rate}
 end
-if waiting + tonumber(ARGV[5]) > tonumber(ARGV[4]) then
+if waiting + tonumber(ARGV[3]) > tonumber(ARGV[2]) then
   return {0, 'tokens', tostring(waiting), rate}
 end
 local now = redis.call('TIME')
-local deadline = now[1] * 1000 + math.floor(now[2] / 1000) + tonumber(ARGV[2])
-local text = string.format('%.0f', deadline)
-local id = redis.call('XADD', KEYS[1], '*', 'entry', ARGV[1], 'deadline_ms', text)
-redis.call('PUBLISH', ARGV[6], '1')
-return {1, id, text}
+local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+local admitted = {1}
+for i = 5, #ARGV, 2 do
+  local text = string.format('%.0f', now_ms + tonumber(ARGV[i + 1]))
+  local id = redis.call('XADD', KEYS[1], '*', 'entry', ARGV[i], 'deadline_ms', text)
+  admitted[#admitted + 1] = id
+  admitted[#admitted + 1] = text
+end
+redis.call('PUBLISH', ARGV[4], '1')
+return admitted
 """
 
 # KEYS requests. ARGV old entry id, entry, deadline, group, wake channel. Answers the new entry id.
@@ -67,7 +73,6 @@ class RedisQueue:
         reply_to: bytes,
         max_requests: int,
         max_tokens: int,
-        life_s: float,
     ) -> None:
         self._redis = redis_client.connect(url)
         self._blocking = redis_client.connect(url, blocking=True)
@@ -78,7 +83,6 @@ class RedisQueue:
         self._reply_to = reply_to
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._life_ms = math.ceil(life_s * 1000)
         self._requests = redis_keys.requests(model)
         self._wake = redis_keys.wake(model)
         self._cancels: deque[RequestId] = deque(maxlen=MAX_PENDING_CANCELS)
@@ -96,20 +100,19 @@ class RedisQueue:
         """Redis answered last time."""
         return self._available
 
-    async def admit(self, request: QueuedRequest) -> Admission:
-        """Adds a request. Raises QueueFullError at the bound, UnavailableError without Redis."""
+    async def admit(self, requests: Sequence[QueuedRequest]) -> list[Admission]:
+        """Adds all or none. Raises QueueFullError at the bound, UnavailableError without Redis."""
         if not self._available:
             raise _away()
-        entry = codec.encode_request(request, self._gateway_id, self._reply_to)
-        num_tokens = len(request.prompt_token_ids)
         args: list[bytes | str | int | float] = [
-            entry,
-            self._life_ms,
             self._max_requests,
             self._max_tokens,
-            num_tokens,
+            sum(len(request.prompt_token_ids) for request in requests),
             self._wake,
         ]
+        for request in requests:
+            args.append(codec.encode_request(request, self._gateway_id, self._reply_to))
+            args.append(request.life_ms)
         try:
             reply = await self._admit(
                 keys=[self._requests, redis_keys.backlog(self._model)], args=args
@@ -117,9 +120,12 @@ class RedisQueue:
         except _FAILURES as error:
             self._set_available(False, error)
             raise _away() from error
-        if reply[0] == 1:
-            return Admission(entry_id=reply[1].decode(), deadline_ms=int(reply[2]))
-        raise _full(reply[1].decode(), float(reply[2]), float(reply[3]))
+        if reply[0] != 1:
+            raise _full(reply[1].decode(), float(reply[2]), float(reply[3]))
+        return [
+            Admission(entry_id=entry_id.decode(), deadline_ms=int(deadline))
+            for entry_id, deadline in zip(reply[1::2], reply[2::2], strict=True)
+        ]
 
     async def supersede(self, old: Admission, request: QueuedRequest) -> Admission:
         """Replaces an entry by a later attempt. Never refused; raises UnavailableError."""

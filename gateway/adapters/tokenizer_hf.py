@@ -6,6 +6,7 @@ of waiting jobs.
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from servicekit import model_files
 
 MAX_PENDING_JOBS = 1024
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 T = TypeVar("T")
 
 
@@ -98,7 +100,9 @@ class HfTokenizer:
                 special_tokens=sorted(special),
                 now=lambda: datetime.now(tz=UTC).astimezone(),
             )
-        self._token_bytes = _token_bytes(self._tokenizer, added)
+        self._added = added
+        self._all_bytes = _token_bytes(self._tokenizer)
+        self._token_bytes = _without_special(self._all_bytes, added)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         self._num_pending = 0
 
@@ -107,35 +111,66 @@ class HfTokenizer:
         """Tokens the tokenizer knows."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    async def encode_text(self, text: str) -> Sequence[int]:
-        """The tokens of a raw prompt, with the model's own opening token."""
-        return await self._in_pool(lambda: self._encode_text(text))
+    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """The tokens of a raw prompt, with the model's own opening token unless told otherwise."""
+        return await self._in_pool(lambda: self._encode_text(text, add_special_tokens))
 
-    async def encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Sequence[int]:
         """The tokens of a conversation put through the chat template."""
         template = self._template
         if template is None:
             raise RequestRejected(
                 RejectReason.INVALID, "The model has no chat template.", param="messages"
             )
-        return await self._in_pool(lambda: self._encode_pieces(template.render(messages)))
+        return await self._in_pool(
+            lambda: self._encode_pieces(
+                template.render(
+                    messages,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                )
+            )
+        )
 
-    def detokenizer(self) -> Detokenizer:
-        """A detokenizer for one request."""
-        if self._token_bytes is not None:
-            return ByteDetokenizer(self._token_bytes)
-        return WindowDetokenizer(lambda ids: self._tokenizer.decode(ids, skip_special_tokens=True))
+    async def decode_ids(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens, all at once."""
+        return await self._in_pool(
+            lambda: self.decode(ids, skip_special_tokens=skip_special_tokens)
+        )
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, special ones too; half a character may be among it."""
+        if self._all_bytes is not None:
+            return self._all_bytes[token_id] if token_id < len(self._all_bytes) else b""
+        if token_id in self._added:
+            return self._added[token_id].content.encode()
+        return _piece_bytes(self._tokenizer.id_to_token(token_id) or "")
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A detokenizer for one run of tokens."""
+        table = self._token_bytes if skip_special_tokens else self._all_bytes
+        if table is not None:
+            return ByteDetokenizer(table)
+        return WindowDetokenizer(
+            lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """All at once, as clients would see it."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def close(self) -> None:
         """Lets running jobs end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _encode_text(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+    def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         if self._bos is not None and ids[:2] == [self._bos, self._bos]:
             # The client wrote the opening token itself.
             return ids[1:]
@@ -177,37 +212,51 @@ def load_model(
     if tokenizer.eos is not None:
         eos.append(tokenizer.eos)
     # Only what stands in the model's own file; transformers' class defaults are not written there.
-    temperature, top_p, top_k = (generation.get(k) for k in ("temperature", "top_p", "top_k"))
+    given = {k: generation[k] for k in _DEFAULTS if generation.get(k) is not None}
     info = ModelInfo(
         name=name,
         digest=model_files.model_digest(folder),
         vocab_size=int(config.get("vocab_size") or tokenizer.vocab_size),
         max_model_len=min(max_model_len, context) if max_model_len else context,
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        default_temperature=1.0 if temperature is None else float(temperature),
-        default_top_p=1.0 if top_p is None else float(top_p),
-        default_top_k=0 if top_k is None else int(top_k),
+        default_temperature=float(given.get("temperature", 1.0)),
+        default_top_p=float(given.get("top_p", 1.0)),
+        default_top_k=int(given.get("top_k", 0)),
+        default_min_p=float(given.get("min_p", 0.0)),
+        default_repetition_penalty=float(given.get("repetition_penalty", 1.0)),
     )
     return info, tokenizer
 
 
-def _token_bytes(tokenizer: Tokenizer, added: dict[int, AddedToken]) -> list[bytes] | None:
-    """Bytes of every token of a byte-level vocabulary, b"" for special ones; None for others."""
+def _token_bytes(tokenizer: Tokenizer) -> list[bytes] | None:
+    """Bytes of every token of a byte-level vocabulary; None for others."""
     decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
     inner = decoder.get("decoders", [decoder]) if decoder.get("type") == "Sequence" else [decoder]
     if [d.get("type") for d in inner] != ["ByteLevel"]:
         return None
     to_byte = _byte_level_alphabet()
-    special = {i for i, token in added.items() if token.special}
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values(), default=-1) + 1)
     for text, i in vocab.items():
-        if i in special:
-            continue
         mapped = [to_byte.get(char) for char in text]
         known = [byte for byte in mapped if byte is not None]
         table[i] = bytes(known) if len(known) == len(mapped) else text.encode()
     return table
+
+
+def _without_special(table: list[bytes] | None, added: dict[int, AddedToken]) -> list[bytes] | None:
+    """The same with nothing for special tokens."""
+    if table is None:
+        return None
+    special = {i for i, token in added.items() if token.special}
+    return [b"" if i in special else text for i, text in enumerate(table)]
+
+
+def _piece_bytes(piece: str) -> bytes:
+    """Of a vocabulary that writes "\u2581" for spaces and <0x0A> for bytes."""
+    if found := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+        return bytes.fromhex(found.group(1))
+    return piece.replace("\u2581", " ").encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:

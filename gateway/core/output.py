@@ -5,20 +5,28 @@ from dataclasses import dataclass
 
 from gateway.core.detokenizer import Detokenizer
 from gateway.core.stopping import StopMatcher
-from gateway.core.types import FinishReason, Terminal
+from gateway.core.types import FinishReason, Terminal, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A piece of output. The last one, and only it, has an end."""
+    """A piece of output. The last one, and only it, has an end.
+
+    `logprobs` has one entry per token where they were asked for, and is empty elsewhere.
+    """
 
     text: str
     token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob] = ()
     end: Terminal | None = None
 
 
 class OutputAssembler:
-    """Stop tokens end a request and have no text. Stop strings count after min_tokens only."""
+    """Stop tokens end a request and have no text. Stop strings count after min_tokens only.
+
+    With `include_stop` the stop string or the stop token's text ends the output. With `hidden` the
+    client wants no output at all: tokens are taken and not shown.
+    """
 
     def __init__(
         self,
@@ -27,19 +35,29 @@ class OutputAssembler:
         stops: Sequence[str],
         stop_token_ids: Sequence[int],
         min_tokens: int,
+        include_stop: bool = False,
+        hidden: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
-        self._hidden = frozenset(stop_token_ids)
+        self._matcher = StopMatcher(stops, include_stop=include_stop)
+        self._no_text = frozenset(() if include_stop else stop_token_ids)
         self._min_tokens = min_tokens
+        self._hidden = hidden
         self.num_tokens = 0
 
-    def push(self, tokens: Sequence[int], end: Terminal | None) -> Chunk:
+    def push(
+        self,
+        tokens: Sequence[int],
+        end: Terminal | None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> Chunk:
         """The next chunk. Its end is STOP where a stop string is complete, else `end`."""
+        if self._hidden:
+            return Chunk(text="", token_ids=(), end=_without_output(end))
         pieces = []
         for i, token in enumerate(tokens):
             self.num_tokens += 1
-            if token in self._hidden:
+            if token in self._no_text:
                 continue
             text = self._detokenizer.push(token)
             if not text:
@@ -48,16 +66,25 @@ class OutputAssembler:
                 text = self._matcher.push(text)
                 pieces.append(text)
                 if self._matcher.stopped:
-                    return self._stopped(pieces, tokens[: i + 1])
+                    return self._stopped(pieces, tokens[: i + 1], logprobs[: i + 1])
             else:
                 pieces.append(text)
         if end is not None:
             pieces.append(self._matcher.push(self._detokenizer.flush()))
             if self._matcher.stopped:
-                return self._stopped(pieces, tokens)
+                return self._stopped(pieces, tokens, logprobs)
             pieces.append(self._matcher.flush())
-        return Chunk(text="".join(pieces), token_ids=tokens, end=end)
+        return Chunk(text="".join(pieces), token_ids=tokens, logprobs=logprobs, end=end)
 
-    def _stopped(self, pieces: list[str], tokens: Sequence[int]) -> Chunk:
+    def _stopped(
+        self, pieces: list[str], tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> Chunk:
         end = Terminal(reason=FinishReason.STOP)
-        return Chunk(text="".join(pieces), token_ids=tokens, end=end)
+        return Chunk(text="".join(pieces), token_ids=tokens, logprobs=logprobs, end=end)
+
+
+def _without_output(end: Terminal | None) -> Terminal | None:
+    """Of an answer that holds its prompt alone: its length was what was asked for."""
+    if end is not None and end.reason is FinishReason.STOP:
+        return Terminal(reason=FinishReason.LENGTH)
+    return end

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from typing import Any, NoReturn
 
 import jinja2
@@ -93,22 +94,41 @@ class ChatTemplate:
         self._tails = frozenset(t[k:] for t in tokens for k in range(1, len(t)))
         self._longest = len(tokens[0]) - 1 if tokens else 0
 
-    def render(self, messages: Sequence[Message]) -> list[Piece]:
-        """The prompt, with the opening of the assistant's turn. Raises RequestRejected."""
-        contents = [m.content for m in messages]
-        mark = ""
-        if any(self._is_risky(c) for c in contents):
-            mark = _unused_mark(contents)
-            contents = [self._defuse(c, mark) for c in contents]
-        turns = [{"role": m.role, "content": c} for m, c in zip(messages, contents, strict=True)]
-        text = self._render_text(turns)
-        return self._split(text, mark) if mark else [Piece(text=text, control=True)]
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[Piece]:
+        """The prompt, with the opening of the assistant's turn, or open within the last message.
 
-    def _render_text(self, turns: list[dict[str, str]]) -> str:
+        Raises RequestRejected.
+        """
+        contents = [m.content for m in messages]
+        risky = any(self._is_risky(c) for c in contents)
+        mark = end = ""
+        if risky or continue_final_message:
+            mark, end = _unused_marks(contents)
+        if risky:
+            contents = [self._defuse(c, mark) for c in contents]
+        if continue_final_message:
+            contents[-1] += end
+        turns = [{"role": m.role, "content": c} for m, c in zip(messages, contents, strict=True)]
+        text = self._render_text(turns, add_generation_prompt)
+        if continue_final_message:
+            # Whatever the template puts behind the last message closes it.
+            text, found, _ = text.rpartition(end)
+            if not found:
+                raise _refused("The model's chat template does not show the last message.")
+            text = text.replace(end, "")
+        return self._split(text, mark) if risky else [Piece(text=text, control=True)]
+
+    def _render_text(self, turns: list[dict[str, str]], add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
                 messages=turns,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
                 **self._variables,
@@ -162,11 +182,12 @@ class ChatTemplate:
         return pieces
 
 
-def _unused_mark(contents: Sequence[str]) -> str:
-    for code in _MARKS:
-        if not any(chr(code) in content for content in contents):
-            return chr(code)
-    raise _refused("The messages use too many private-use characters.")
+def _unused_marks(contents: Sequence[str]) -> tuple[str, str]:
+    free = (m for m in map(chr, _MARKS) if not any(m in content for content in contents))
+    unused = list(islice(free, 2))
+    if len(unused) < 2:
+        raise _refused("The messages use too many private-use characters.")
+    return unused[0], unused[1]
 
 
 def _refused(message: str) -> RequestRejected:

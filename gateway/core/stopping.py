@@ -2,7 +2,8 @@
 
 Rule: the output is cut where the stop string begins that is complete first (of those complete at
 the same character, the longest). Text is held back only while it may be the beginning of one: as
-long as the longest match in progress, never longer.
+long as the longest match in progress, never longer. With `include_stop` the cut is behind the stop
+string, and nothing need be held back.
 """
 
 from collections.abc import Sequence
@@ -11,12 +12,13 @@ from collections.abc import Sequence
 class StopMatcher:
     """One Knuth-Morris-Pratt automaton per stop string: constant amortized work per character."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         assert all(stops), "validation refuses empty stop strings"
         # Longest first: of two that end together the longer begins earlier.
         self._stops = sorted(stops, key=len, reverse=True)
         self._failures = [_failure_table(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)
+        self._include_stop = include_stop
         self._held = ""
         self.stopped = False
 
@@ -31,8 +33,8 @@ class StopMatcher:
             if length:
                 self.stopped = True
                 self._held = ""
-                return buffer[: i + 1 - length]
-        keep = len(buffer) - max(self._matched)
+                return buffer[: i + 1 - (0 if self._include_stop else length)]
+        keep = len(buffer) if self._include_stop else len(buffer) - max(self._matched)
         self._held = buffer[keep:]
         return buffer[:keep]
 

@@ -5,13 +5,14 @@ Tokens come as (attempt, first position, tokens). Rules:
 - positions below what is held are repeats: equal ones are dropped and counted, an unequal one is
   a divergence; a first position above what is held is a gap. Both ask for superseding: the
   request goes back into the queue with the tokens held as a fixed prefix and attempt + 1;
-- the first end wins and nothing follows it.
+- the first end wins and nothing follows it;
+- where logprobs are wanted they come with their tokens and are kept, and dropped, with them.
 """
 
 from collections.abc import Sequence
 from enum import Enum
 
-from gateway.core.types import FinishReason, Terminal
+from gateway.core.types import FinishReason, Terminal, TokenLogprob
 
 MAX_SUPERSEDES = 3
 _WORKER_ENDS = {
@@ -32,11 +33,20 @@ class Fed(Enum):
 class StreamState:
     """Mutable; owned by the engine's live request."""
 
-    __slots__ = ("_num_taken", "attempt", "end", "num_repeated", "num_superseded", "tokens")
+    __slots__ = (
+        "_num_taken",
+        "attempt",
+        "end",
+        "logprobs",
+        "num_repeated",
+        "num_superseded",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.attempt = 1
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
         self.end: Terminal | None = None
         self.num_repeated = 0
         self.num_superseded = 0
@@ -47,8 +57,21 @@ class StreamState:
         """Tokens that the client's side has not taken."""
         return len(self.tokens) - self._num_taken
 
-    def feed(self, attempt: int, first: int, tokens: Sequence[int], finish: int = 0) -> Fed:
-        """Takes what a worker sent; see the module's rules."""
+    @property
+    def num_taken(self) -> int:
+        """Tokens that the client's side has taken."""
+        return self._num_taken
+
+    def feed(
+        self,
+        attempt: int,
+        first: int,
+        tokens: Sequence[int],
+        finish: int = 0,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> Fed:
+        """Takes what a worker sent; see the module's rules. Logprobs: one per token, or none."""
+        assert not logprobs or len(logprobs) == len(tokens)
         if self.end is not None or attempt < self.attempt:
             return Fed.NOTHING
         self.attempt = attempt
@@ -69,8 +92,11 @@ class StreamState:
                 return Fed.DIVERGED
             self.num_repeated += overlap
             tokens = tokens[overlap:]
+            logprobs = logprobs[overlap:]
         if tokens:
             self.tokens.extend(tokens)
+            if logprobs:
+                self.logprobs.extend(logprobs)
         if orderly:
             self.end = Terminal(reason=FinishReason(finish))
             return Fed.NEWS

@@ -1,11 +1,12 @@
 """Values that cross the gateway's modules."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NewType
 
 RequestId = NewType("RequestId", bytes)
+MIN_LOGPROB = -9999.0
 
 
 class FinishReason(IntEnum):
@@ -32,11 +33,22 @@ class Sampling:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRequest:
-    """A request as it goes into the queue. Output is non-empty only in a later attempt."""
+    """A request as it goes into the queue. Output is non-empty only in a later attempt.
+
+    `life_ms` counts from its admission. `cache_salt` is the partition of the prefix cache, b"" the
+    shared one.
+    """
 
     request_id: RequestId
     attempt: int
@@ -44,6 +56,9 @@ class QueuedRequest:
     output_token_ids: Sequence[int] = ()
     sampling: Sampling
     priority: int = 0
+    life_ms: int
+    cache_salt: bytes = b""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +70,50 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A token's natural log-probability and the most likely tokens in its place, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def _floored(value: float) -> float:
+    # Also what is no number compares false.
+    return value if value > MIN_LOGPROB else MIN_LOGPROB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobRows:
+    """Logprobs as they come: a row per position, `num_prompt_rows` of the prompt before the tokens.
+
+    Columns, because a prompt's may be many.
+    """
+
+    num_prompt_rows: int
+    logprobs: Sequence[float]
+    num_top: int
+    top_token_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+
+    def row(self, index: int, token_id: int) -> TokenLogprob:
+        """The row of a token that the caller knows. JSON has no infinities, so all have a floor."""
+        at = index * self.num_top
+        ids = self.top_token_ids[at : at + self.num_top]
+        top = self.top_logprobs[at : at + self.num_top]
+        return TokenLogprob(
+            token_id=token_id,
+            logprob=_floored(self.logprobs[index]),
+            top=tuple((i, _floored(value)) for i, value in zip(ids, top, strict=True)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """Tokens of one step of one worker: columns, one entry per request."""
+    """Tokens of one step of one worker: columns, one entry per request.
+
+    `logprobs` holds rows by entry, for those entries whose request wants them.
+    """
 
     sequence: int
     request_ids: bytes
@@ -66,6 +123,7 @@ class TokenBatch:
     token_ids: Sequence[int]
     finish_reasons: Sequence[int]
     num_cached_tokens: Sequence[int]
+    logprobs: Mapping[int, LogprobRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +177,5 @@ class ModelInfo:
     default_temperature: float = 1.0
     default_top_p: float = 1.0
     default_top_k: int = 0
+    default_min_p: float = 0.0
+    default_repetition_penalty: float = 1.0

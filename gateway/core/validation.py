@@ -1,4 +1,4 @@
-"""The one validator of both interfaces: what a client asked for to what will be run.
+"""The one validator of all interfaces: what a client asked for to what will be run.
 
 `check` needs no tokenizer; `fit` follows once the prompt's length is known. Both raise
 RequestRejected with the field and the limit. Numbers are clamped nowhere but where said.
@@ -8,14 +8,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.core.errors import RejectReason, RequestRejected
+from gateway.core.labels import cache_partition, valid_traceparent
 from gateway.core.prompt import Message
 from gateway.core.types import ModelInfo, Sampling
 
+MAX_PROMPTS = 128
+MAX_LIST_TOKENS = 2**20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 128
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**20
+MAX_NAME_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
 MAX_TEMPERATURE = 2.0
+MAX_PENALTY = 2.0
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+# No vocabulary's tokens are longer; what has more characters need not be tokenized to be refused.
+MAX_TOKEN_CHARS = 128
 _INT64 = 2**63
 _INT32 = 2**31
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -24,25 +36,16 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
     "use_beam_search": (False,),
     "modalities": (["text"],),
     "audio": (),
-    "cache_salt": (),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -51,6 +54,10 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
 }
 
 
@@ -58,93 +65,179 @@ NOT_BUILT: Mapping[str, tuple[object, ...]] = {
 class RawRequest:
     """What a client asked for, typed but unchecked. Exactly one of the prompts is set.
 
-    `extras` holds parameters of NOT_BUILT that the client named.
+    `*_name` are what the client's interface calls a field, for errors. `extras` holds parameters
+    of NOT_BUILT that the client named. `tenant` comes from the client's key, never from the client.
     """
 
     model: str = ""
     text: str | None = None
     token_ids: Sequence[int] | None = None
     messages: Sequence[Message] | None = None
+    prompt_name: str = "prompt"
     max_tokens: int | None = None
     max_tokens_name: str = "max_tokens"
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[str, float] | Mapping[int, float] | None = None
+    num_logprobs: int | None = None
+    num_logprobs_name: str = "logprobs"
+    echo: bool = False
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int | None = None
+    skip_special_tokens: bool = True
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
     priority: int | None = None
+    deadline_ms: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    tenant: str = ""
+    traceparent: str = ""
     client_request_id: str = ""
     extras: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedRequest:
-    """All but the prompt's length is known to be good. max_tokens None: up to the context."""
+class CheckedPrompt:
+    """A prompt that can be turned into tokens. Exactly one of the first three is set."""
 
     text: str | None
     token_ids: Sequence[int] | None
     messages: Sequence[Message] | None
+    name: str
+    add_special_tokens: bool
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """All but the prompt's length is known to be good. max_tokens None: up to the context.
+
+    With prompt_only the answer is the prompt alone (max_tokens 0 and echo): one token is computed,
+    because a forward pass gives it anyway, and not shown.
+    """
+
+    prompt: CheckedPrompt
     max_tokens: int | None
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
     seed: int | None
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    num_logprobs: int | None
+    num_logprobs_name: str
+    echo: bool
+    prompt_only: bool
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    include_stop_str_in_output: bool
     min_tokens: int
+    skip_special_tokens: bool
     priority: int
+    deadline_ms: int | None
+    cache_salt: bytes
+    traceparent: str
+
+
+def check_count(num_prompts: int) -> None:
+    """How many prompts one request may bring."""
+    if num_prompts > MAX_PROMPTS:
+        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts, not {num_prompts}")
+
+
+def check_all(raws: Sequence[RawRequest], model: ModelInfo) -> list[CheckedRequest]:
+    """The prompts of one request, which share all else."""
+    check_count(len(raws))
+    checked = [check(raw, model) for raw in raws]
+    most = [c.max_tokens or model.max_model_len for c in checked]
+    if len(raws) > 1 and sum(most) > MAX_LIST_TOKENS:
+        raise invalid(
+            raws[0].max_tokens_name,
+            f"{len(raws)} prompts with up to {max(most)} tokens each may be answered with "
+            f"{sum(most)} tokens, more than {MAX_LIST_TOKENS}",
+        )
+    return checked
 
 
 def check(raw: RawRequest, model: ModelInfo) -> CheckedRequest:
     """Everything that can be said before tokenizing."""
-    if raw.model not in ("", model.name):
-        raise RequestRejected(
-            RejectReason.MODEL_NOT_FOUND,
-            f"The model {raw.model[:100]!r} is not served here.",
-            param="model",
-        )
+    prompt = check_prompt(raw, model)
     for name, value in raw.extras.items():
         if not _is_neutral(value, NOT_BUILT[name]):
             raise RequestRejected(
                 RejectReason.UNSUPPORTED, f"{name} is not supported yet.", param=name
             )
-    _check_prompt(raw, model)
-    max_tokens = raw.max_tokens
-    if max_tokens is None and raw.messages is None:
-        max_tokens = COMPLETION_MAX_TOKENS
-    _within(raw.max_tokens_name, max_tokens, 1, _INT64 - 1)
+    if raw.echo and raw.messages is not None:
+        raise RequestRejected(
+            RejectReason.UNSUPPORTED, "echo: is for prompts, not for messages.", param="echo"
+        )
+    max_tokens = _max_tokens(raw, model)
     min_tokens = raw.min_tokens or 0
     _within("min_tokens", min_tokens, 0, _INT32 - 1)
     if max_tokens is not None and min_tokens > max_tokens:
-        raise _invalid("min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
-    temperature = model.default_temperature if raw.temperature is None else raw.temperature
-    top_p = model.default_top_p if raw.top_p is None else raw.top_p
-    _within("temperature", temperature, 0.0, MAX_TEMPERATURE)
+        raise invalid("min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
+    top_p = _or_default(raw.top_p, model.default_top_p)
     if not 0.0 < top_p <= 1.0:
-        raise _invalid("top_p", "must be above 0 and at most 1")
+        raise invalid("top_p", "must be above 0 and at most 1")
     top_k = model.default_top_k if raw.top_k is None else raw.top_k
+    priority = raw.priority or 0
     _within("top_k", top_k, -1, _INT64 - 1)
     _within("seed", raw.seed, -_INT64, _INT64 - 1)
-    priority = raw.priority or 0
     _within("priority", priority, -_INT32, _INT32 - 1)
+    _within("deadline_ms", raw.deadline_ms, 1, _INT64 - 1)
+    _within(raw.num_logprobs_name, raw.num_logprobs, 0, MAX_LOGPROBS)
+    _check_name("user", raw.user, least=0)
+    _check_name("cache_salt", raw.cache_salt, least=1)
     return CheckedRequest(
-        text=raw.text,
-        token_ids=raw.token_ids,
-        messages=_roles(raw.messages),
-        max_tokens=max_tokens,
-        temperature=temperature,
+        prompt=prompt,
+        max_tokens=None if max_tokens is None else max(max_tokens, 1),
+        temperature=_number(
+            "temperature", raw.temperature, model.default_temperature, 0.0, MAX_TEMPERATURE
+        ),
         # The wire's 32 bits would make 0 of less.
         top_p=max(top_p, 1e-6),
         # More than the vocabulary is the vocabulary.
         top_k=min(max(top_k, 0), model.vocab_size),
+        min_p=_number("min_p", raw.min_p, model.default_min_p, 0.0, 1.0),
         seed=raw.seed,
+        presence_penalty=_penalty("presence_penalty", raw.presence_penalty),
+        frequency_penalty=_penalty("frequency_penalty", raw.frequency_penalty),
+        repetition_penalty=_number(
+            "repetition_penalty",
+            raw.repetition_penalty,
+            model.default_repetition_penalty,
+            MIN_REPETITION,
+            MAX_REPETITION,
+        ),
+        logit_bias=_biases(raw.logit_bias or {}, model),
+        num_logprobs=raw.num_logprobs,
+        num_logprobs_name=raw.num_logprobs_name,
+        echo=raw.echo,
+        prompt_only=max_tokens == 0,
         stops=_check_stops(raw.stop),
         stop_token_ids=_stop_tokens(raw, model),
+        include_stop_str_in_output=raw.include_stop_str_in_output,
         min_tokens=min_tokens,
+        skip_special_tokens=raw.skip_special_tokens,
         priority=priority,
+        deadline_ms=raw.deadline_ms,
+        cache_salt=cache_partition(raw.tenant, raw.cache_salt or ""),
+        traceparent=valid_traceparent(raw.traceparent),
     )
 
 
@@ -152,9 +245,9 @@ def fit(
     checked: CheckedRequest, num_prompt_tokens: int, max_model_len: int, *, random_seed: int
 ) -> Sampling:
     """The request in a context of max_model_len; max_tokens is clamped to what is left."""
-    param = "messages" if checked.messages is not None else "prompt"
+    param = checked.prompt.name
     if num_prompt_tokens == 0:
-        raise _invalid(param, "must hold at least one token")
+        raise invalid(param, "must hold at least one token")
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise RequestRejected(
@@ -162,6 +255,14 @@ def fit(
             f"{param}: {num_prompt_tokens} tokens leave no room for output in the context of "
             f"{max_model_len} tokens.",
             param=param,
+        )
+    scoring = checked.echo and checked.num_logprobs is not None
+    num_values = num_prompt_tokens * ((checked.num_logprobs or 0) + 1)
+    if scoring and num_values > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            checked.num_logprobs_name,
+            f"{num_prompt_tokens} prompt tokens with {checked.num_logprobs} logprobs each are "
+            f"{num_values} values, more than {MAX_PROMPT_LOGPROBS}",
         )
     max_tokens = room if checked.max_tokens is None else min(room, checked.max_tokens)
     seed = random_seed if checked.seed is None else checked.seed
@@ -173,49 +274,159 @@ def fit(
         seed=seed % 2**64,
         stop_token_ids=checked.stop_token_ids,
         min_tokens=min(checked.min_tokens, max_tokens),
+        min_p=checked.min_p,
+        presence_penalty=checked.presence_penalty,
+        frequency_penalty=checked.frequency_penalty,
+        repetition_penalty=checked.repetition_penalty,
+        logit_bias=checked.logit_bias,
+        num_logprobs=checked.num_logprobs,
+        prompt_logprobs=scoring,
     )
 
 
-def _check_prompt(raw: RawRequest, model: ModelInfo) -> None:
+def check_prompt(raw: RawRequest, model: ModelInfo) -> CheckedPrompt:
+    """The prompt alone, and the model it is for."""
+    if raw.model not in ("", model.name):
+        raise RequestRejected(
+            RejectReason.MODEL_NOT_FOUND,
+            f"The model {raw.model[:100]!r} is not served here.",
+            param="model",
+        )
     given = [p for p in (raw.text, raw.token_ids, raw.messages) if p is not None]
     if len(given) != 1:
-        raise _invalid("prompt", "exactly one prompt is needed")
-    if raw.token_ids:
-        low, high = min(raw.token_ids), max(raw.token_ids)
-        if low < 0 or high >= model.vocab_size:
-            raise _invalid(
-                "prompt", f"token ids must be from 0 to {model.vocab_size - 1}, the vocabulary"
-            )
-    if raw.messages is not None and not raw.messages:
-        raise _invalid("messages", "must hold at least one message")
+        raise invalid("prompt", "exactly one prompt is needed")
+    messages = None
+    name = raw.prompt_name
+    if raw.messages is not None:
+        name = "messages"
+        messages = _check_messages(raw, raw.messages, model)
+    elif raw.text is not None:
+        _check_length(name, len(raw.text), model)
+        _check_text(name, raw.text)
+    elif raw.token_ids:
+        check_token_ids(name, raw.token_ids, model)
+    return CheckedPrompt(
+        text=raw.text,
+        token_ids=raw.token_ids,
+        messages=messages,
+        name=name,
+        add_special_tokens=raw.add_special_tokens,
+        add_generation_prompt=raw.add_generation_prompt,
+        continue_final_message=raw.continue_final_message,
+    )
 
 
-def _roles(messages: Sequence[Message] | None) -> tuple[Message, ...] | None:
-    if messages is None:
-        return None
+def check_token_ids(param: str, ids: Sequence[int], model: ModelInfo) -> None:
+    """Nothing else may index a table."""
+    if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
+        raise invalid(param, f"token ids must be from 0 to {model.vocab_size - 1}, the vocabulary")
+
+
+def _check_messages(
+    raw: RawRequest, messages: Sequence[Message], model: ModelInfo
+) -> tuple[Message, ...]:
+    if not messages:
+        raise invalid("messages", "must hold at least one message")
     for i, message in enumerate(messages):
         if message.role not in _ROLES:
-            raise _invalid(f"messages[{i}].role", "must be system, developer, user or assistant")
+            raise invalid(f"messages[{i}].role", "must be system, developer, user or assistant")
+        _check_text(f"messages[{i}].content", message.content)
+    _check_length("messages", sum(len(m.content) for m in messages), model)
+    if raw.continue_final_message:
+        if raw.add_generation_prompt:
+            raise invalid(
+                "continue_final_message", "can't be true while add_generation_prompt is true"
+            )
+        if not messages[-1].content.strip():
+            raise invalid("continue_final_message", "the last message has nothing to continue")
     return tuple(Message(role=_ROLES[m.role], content=m.content) for m in messages)
+
+
+def _max_tokens(raw: RawRequest, model: ModelInfo) -> int | None:
+    if raw.max_tokens is None:
+        return None if raw.messages is not None else COMPLETION_MAX_TOKENS
+    least = 0 if raw.echo else 1
+    if raw.max_tokens < least:
+        raise invalid(raw.max_tokens_name, f"must be at least {least}")
+    if raw.max_tokens > model.max_model_len:
+        raise invalid(
+            raw.max_tokens_name,
+            f"{_shown(raw.max_tokens)} is more than the context of {model.max_model_len} tokens",
+        )
+    return raw.max_tokens
+
+
+def _check_length(param: str, num_chars: int, model: ModelInfo) -> None:
+    if num_chars > MAX_TOKEN_CHARS * model.max_model_len:
+        raise invalid(
+            param,
+            f"{num_chars} characters can't fit into the context of {model.max_model_len} tokens",
+        )
+
+
+def _check_text(param: str, text: str) -> None:
+    """Any character is text, NUL too; half a surrogate pair is no character."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise invalid(param, "holds a lone surrogate") from None
+
+
+def _check_name(param: str, name: str | None, *, least: int) -> None:
+    if name is None:
+        return
+    if not least <= len(name) <= MAX_NAME_CHARS:
+        raise invalid(param, f"must have {least} to {MAX_NAME_CHARS} characters")
+    if "\0" in name:
+        raise invalid(param, "must not hold a NUL character")
+    _check_text(param, name)
 
 
 def _check_stops(stops: Sequence[str]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
-        raise _invalid("stop", f"at most {MAX_STOPS} strings, not {len(stops)}")
+        raise invalid("stop", f"at most {MAX_STOPS} strings, not {len(stops)}")
     for stop in stops:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise _invalid("stop", f"each string must have 1 to {MAX_STOP_CHARS} characters")
+            raise invalid("stop", f"each string must have 1 to {MAX_STOP_CHARS} characters")
+        _check_text("stop", stop)
     return tuple(stops)
 
 
 def _stop_tokens(raw: RawRequest, model: ModelInfo) -> tuple[int, ...]:
     ids = raw.stop_token_ids
     if len(ids) > MAX_STOP_TOKENS:
-        raise _invalid("stop_token_ids", f"at most {MAX_STOP_TOKENS} ids, not {len(ids)}")
-    if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
-        raise _invalid("stop_token_ids", f"ids must be from 0 to {model.vocab_size - 1}")
+        raise invalid("stop_token_ids", f"at most {MAX_STOP_TOKENS} ids, not {len(ids)}")
+    check_token_ids("stop_token_ids", ids, model)
     eos = () if raw.ignore_eos else model.eos_token_ids
     return tuple(dict.fromkeys((*ids, *eos)))
+
+
+def _biases(
+    bias: Mapping[str, float] | Mapping[int, float], model: ModelInfo
+) -> tuple[tuple[int, float], ...]:
+    if len(bias) > MAX_BIASES:
+        raise invalid("logit_bias", f"at most {MAX_BIASES} tokens, not {len(bias)}")
+    found: dict[int, float] = {}
+    for key, value in bias.items():
+        token = _token_of(key)
+        if token is None or not 0 <= token < model.vocab_size:
+            raise invalid("logit_bias", f"keys must be token ids from 0 to {model.vocab_size - 1}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not -MAX_BIAS <= value <= MAX_BIAS:
+            raise invalid(
+                "logit_bias", f"values must be numbers from {-MAX_BIAS:.0f} to {MAX_BIAS:.0f}"
+            )
+        found[token] = float(value)
+    return tuple(sorted(found.items()))
+
+
+def _token_of(key: str | int) -> int | None:
+    """JSON has no keys but strings; only the shortest form is a number."""
+    if isinstance(key, int):
+        return key
+    plain = key.isascii() and key.isdigit() and len(key) <= 10 and (key == "0" or key[0] != "0")
+    return int(key) if plain else None
 
 
 def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
@@ -225,10 +436,30 @@ def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
     return any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral)
 
 
+def _or_default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _number(param: str, value: float | None, default: float, low: float, high: float) -> float:
+    found = _or_default(value, default)
+    _within(param, found, low, high)
+    return float(found)
+
+
+def _penalty(param: str, value: float | None) -> float:
+    return _number(param, value, 0.0, -MAX_PENALTY, MAX_PENALTY)
+
+
 def _within(param: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:
-        raise _invalid(param, f"must be from {low} to {high}")
+        raise invalid(param, f"must be from {low} to {high}")
 
 
-def _invalid(param: str, text: str) -> RequestRejected:
+def _shown(value: int) -> str:
+    """A client's number, unless it would fill the message."""
+    return str(value) if abs(value) < _INT64 else "a number of 64 bits or more"
+
+
+def invalid(param: str, text: str) -> RequestRejected:
+    """A refusal that names its field."""
     return RequestRejected(RejectReason.INVALID, f"{param}: {text}.", param=param)

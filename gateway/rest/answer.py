@@ -1,60 +1,91 @@
-"""The answer to a live request, as a stream or whole.
+"""The answer to the live requests of one call, as a stream or whole.
 
-A streamed answer begins with its first output, so that what goes wrong before has a status of its
-own. While a request runs a watcher waits for the client to leave.
+A stream's headers wait for the first output, so that what goes wrong before has a status of its
+own, but no longer than STATUS_WAIT_S. Then comments go out in silence, and errors are events. The
+requests of several prompts share a stream; the first that fails ends it, and the others with it.
+While requests run a watcher waits for the client to leave.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.core.errors import error_of
 from gateway.core.output import Chunk
-from gateway.engine import CLIENT_GONE, Engine, LiveRequest
-from gateway.rest.errors import response_of
-from gateway.rest.sse import Framer, Head, whole_answer
+from gateway.core.types import Usage
+from gateway.engine import Engine
+from gateway.live import CLIENT_GONE, LiveRequest
+from gateway.rest.chunks import Chunks
+from gateway.rest.errors import response_of, to_json
+from gateway.rest.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
+from gateway.rest.sse import (
+    KEEP_ALIVE,
+    Choice,
+    Echo,
+    Framer,
+    Head,
+    closing,
+    failing,
+    whole_answer,
+)
 from servicekit import logs
 
+STATUS_WAIT_S = 10.0
+KEEP_ALIVE_S = 15.0
 SEND_TIMEOUT_S = 30.0
+# A body of more logprobs is written in a thread: it would hold the loop for too long.
+MANY_LOGPROBS = 1024
 _log = logs.get_logger("gateway.rest")
 
 
 class Answer(Response):
-    """The answer to a live request, as a stream or whole. Ends the request if the client goes."""
+    """Ends its requests if the client goes. `lives` are in the order of the choices."""
 
     def __init__(
-        self, engine: Engine, live: LiveRequest, head: Head, *, stream: bool, client_id: str
+        self,
+        engine: Engine,
+        lives: Sequence[LiveRequest],
+        head: Head,
+        *,
+        stream: bool,
+        client_id: str,
     ) -> None:
         super().__init__()
         self._engine = engine
-        self._live = live
+        self._lives = lives
         self._head = head
         self._stream = stream
-        self._request_id = client_id or live.public_id
+        self._request_id = client_id or lives[0].public_id
+        self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers."""
         try:
-            async with self._watching(receive):
+            async with self._watching(receive), Chunks(self._engine, self._lives) as chunks:
                 if self._stream:
-                    await self._send_stream(send)
+                    await self._send_stream(chunks, send)
                 else:
-                    response = await self._whole()
+                    response = await self._whole(chunks)
                     await response(scope, receive, send)
         except (TimeoutError, OSError):
-            _log.info("client_lost", request_id=self._live.public_id)
+            _log.info("client_lost", request_id=self._lives[0].public_id)
         finally:
-            self._engine.cancel(self._live)
+            self._cancel()
+
+    def _cancel(self) -> None:
+        for live in self._lives:
+            self._engine.cancel(live, CLIENT_GONE)
 
     @contextlib.asynccontextmanager
     async def _watching(self, receive: Receive) -> AsyncIterator[None]:
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            self._engine.cancel(self._live, CLIENT_GONE)
+            self._cancel()
 
         watcher = asyncio.get_running_loop().create_task(watch())
         try:
@@ -63,15 +94,8 @@ class Answer(Response):
             watcher.cancel()
             await asyncio.wait([watcher])
 
-    async def _send_stream(self, send: Send) -> None:
-        framer = Framer(self._head)
-        chunk = await self._engine.next_chunk(self._live)
-        while not chunk.text and not chunk.token_ids and chunk.end is None:
-            chunk = await self._engine.next_chunk(self._live)
-        if chunk.end is not None and not chunk.token_ids:
-            error = error_of(chunk.end)
-            if error is not None:
-                raise error
+    async def _send_stream(self, chunks: Chunks, send: Send) -> None:
+        first = await self._first(chunks)
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
@@ -79,47 +103,135 @@ class Answer(Response):
             (b"x-request-id", self._request_id.encode()),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        frames = framer.opening(self._live.queued.prompt_token_ids)
-        while True:
-            frames += self._frames(framer, chunk)
-            last = chunk.end is not None
-            if frames or last:
-                async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await send(
-                        {"type": "http.response.body", "body": frames, "more_body": not last}
-                    )
-            if last:
-                return
-            chunk = await self._engine.next_chunk(self._live)
-            frames = b""
+        self._sent_s = asyncio.get_running_loop().time()
+        async with self._keeping_alive(send) as quiet:
+            framers: list[Framer | None] = [None] * len(self._lives)
+            last = False
+            while not last:
+                index, chunk = first or await chunks.next()
+                first, frames = None, b""
+                error = None if chunk.end is None else error_of(chunk.end)
+                last = chunks.num_left == 0 or error is not None
+                ended = chunk.end is not None and error is None
+                if chunk.text or chunk.token_ids or ended:
+                    framer = framers[index]
+                    if framer is None:
+                        framer = framers[index] = self._framer(index)
+                        frames = self._opening(framer, self._lives[index])
+                    frames += framer.delta(chunk)
+                    if chunk.end is not None and ended:
+                        frames += framer.ending(chunk.end.reason)
+                if error is not None:
+                    frames += failing(error)
+                elif last:
+                    frames += closing(self._head, self._usage())
+                if last:
+                    # Nothing may follow the last frame.
+                    await quiet()
+                if frames:
+                    await self._write(send, frames, more=not last)
 
-    def _frames(self, framer: Framer, chunk: Chunk) -> bytes:
-        frames = framer.delta(chunk)
-        if chunk.end is None:
-            return frames
-        error = error_of(chunk.end)
-        if error is not None:
-            return frames + framer.error(error)
-        return frames + framer.ending(chunk.end.reason, self._live.usage)
+    async def _first(self, chunks: Chunks) -> tuple[int, Chunk] | None:
+        """The first output, None if there is none in time. Raises GatewayError."""
+        try:
+            async with asyncio.timeout(STATUS_WAIT_S):
+                while True:
+                    index, chunk = await chunks.next()
+                    if chunk.text or chunk.token_ids or chunk.end is not None:
+                        break
+        except TimeoutError:
+            return None
+        if chunk.end is not None and not chunk.token_ids:
+            error = error_of(chunk.end)
+            if error is not None:
+                raise error
+        return index, chunk
 
-    async def _whole(self) -> Response:
-        pieces: list[str] = []
-        token_ids: list[int] = []
-        while True:
-            chunk = await self._engine.next_chunk(self._live)
-            pieces.append(chunk.text)
-            token_ids += chunk.token_ids
-            if chunk.end is not None:
-                break
-        error = error_of(chunk.end)
-        if error is not None:
-            return response_of(error)
-        data = whole_answer(
-            self._head,
-            "".join(pieces),
-            chunk.end.reason,
-            self._live.usage,
-            (self._live.queued.prompt_token_ids, token_ids),
-        )
+    @contextlib.asynccontextmanager
+    async def _keeping_alive(self, send: Send) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Sends comments in silence, until what it gives is called."""
+        loop = asyncio.get_running_loop()
+
+        async def beat() -> None:
+            while True:
+                silent_s = loop.time() - self._sent_s
+                if silent_s >= KEEP_ALIVE_S:
+                    await self._write(send, KEEP_ALIVE, more=True)
+                else:
+                    await asyncio.sleep(KEEP_ALIVE_S - silent_s)
+
+        beating = loop.create_task(beat())
+
+        async def quiet() -> None:
+            beating.cancel()
+            with contextlib.suppress(asyncio.CancelledError, TimeoutError, OSError):
+                await beating
+
+        try:
+            yield quiet
+        finally:
+            await quiet()
+
+    async def _write(self, send: Send, frames: bytes, *, more: bool) -> None:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await send({"type": "http.response.body", "body": frames, "more_body": more})
+        self._sent_s = asyncio.get_running_loop().time()
+
+    def _framer(self, index: int) -> Framer:
+        return Framer(self._head, index, self._usage, self._writer(self._lives[index]))
+
+    def _opening(self, framer: Framer, live: LiveRequest) -> bytes:
+        return framer.opening(live.queued.prompt_token_ids, _echo(live))
+
+    async def _whole(self, chunks: Chunks) -> Response:
+        choices = [Choice(prompt_token_ids=live.queued.prompt_token_ids) for live in self._lives]
+        while chunks.num_left:
+            index, chunk = await chunks.next()
+            choices[index].add(chunk)
+            error = None if chunk.end is None else error_of(chunk.end)
+            if error is not None:
+                return response_of(error)
+        rows = sum(len(c.logprobs) for c in choices)
+        rows += sum(len(live.queued.prompt_token_ids) for live in self._lives if _echo(live))
+        if rows > MANY_LOGPROBS:
+            data = await asyncio.to_thread(self._body, choices)
+        else:
+            data = self._body(choices)
         headers = {"x-request-id": self._request_id}
         return Response(data, headers=headers, media_type="application/json")
+
+    def _body(self, choices: Sequence[Choice]) -> bytes:
+        shown = [
+            choice.shown(self._head, i, _echo(live), self._writer(live))
+            for i, (choice, live) in enumerate(zip(choices, self._lives, strict=True))
+        ]
+        return to_json(whole_answer(self._head, shown, self._usage()))
+
+    def _usage(self) -> Usage:
+        usages = [live.usage for live in self._lives]
+        return Usage(
+            prompt_tokens=sum(u.prompt_tokens for u in usages),
+            completion_tokens=sum(u.completion_tokens for u in usages),
+            cached_tokens=sum(u.cached_tokens for u in usages),
+        )
+
+    def _writer(self, live: LiveRequest) -> LogprobWriter | None:
+        if not live.wants_logprobs:
+            return None
+        if self._head.chat:
+            return ChatLogprobs(self._engine.token_bytes)
+        skip = live.skip_special_tokens
+        return CompletionLogprobs(
+            self._engine.token_bytes,
+            partial(self._engine.detokenizer, skip_special_tokens=skip),
+        )
+
+
+def _echo(live: LiveRequest) -> Echo | None:
+    if live.echo_text is None:
+        return None
+    return Echo(
+        text=live.echo_text,
+        token_ids=live.queued.prompt_token_ids,
+        logprobs=live.prompt_logprobs,
+    )

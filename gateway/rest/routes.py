@@ -106,16 +106,21 @@ class Rest:
             body = schema.model_validate_json(data)
         except ValidationError as error:
             raise from_pydantic(error) from error
-        live = await self._engine.submit(body.to_raw(client_id))
+        lives = await self._engine.submit_all(
+            body.to_raws(
+                client_id=client_id, traceparent=request.headers.get("traceparent", "")
+            )
+        )
         head = Head(
-            public_id=live.public_id,
+            public_id=lives[0].public_id,
             created=int(datetime.now(tz=UTC).timestamp()),
             model=self._engine.model.name,
             chat=schema is ChatBody,
             include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
             return_token_ids=bool(body.return_token_ids),
         )
-        return Answer(self._engine, live, head, stream=bool(body.stream), client_id=client_id)
+        return Answer(self._engine, lives, head, stream=bool(body.stream), client_id=client_id)
 
     async def _read_body(self, request: Request) -> bytes:
         """The body, refused as soon as it is seen to be too large."""

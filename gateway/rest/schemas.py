@@ -1,26 +1,59 @@
-"""Request bodies. Types are checked strictly here, values by the one validator.
+"""Request bodies of OpenAI's interfaces. Types are checked strictly here, values by the validator.
 
-Fields not named are ignored. Those of validation.NOT_BUILT are carried as they came.
+Fields not named are ignored, with one line in the log. Those of validation.NOT_BUILT are carried as
+they came. Lists fail at their first wrong element: a million of them cost one error.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+)
 
 from gateway.core.errors import RejectReason, RequestRejected
 from gateway.core.prompt import Message
-from gateway.core.validation import NOT_BUILT, RawRequest
+from gateway.core.validation import MAX_PROMPTS, NOT_BUILT, RawRequest, check_count, invalid
+from servicekit import logs
 
 # JSON has one kind of number; booleans and strings are none.
 StrictNumber = Annotated[float, Field(strict=True)]
 MAX_MESSAGES = 4096
-MAX_LIST = 2**21
+MAX_LOGGED_FIELDS, MAX_LOGGED_CHARS = 16, 64
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+# Checked by `_prompts`: a union's branches would each list all that is wrong with a long list.
+Prompt = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_PROMPTS},
+                _IDS,
+                {"type": "array", "items": _IDS, "maxItems": MAX_PROMPTS},
+            ]
+        }
+    ),
+]
+# Keys and values are the validator's business: it names the limits of both.
+Biases = Annotated[
+    dict[StrictStr, Any],
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+_log = logs.get_logger("gateway.rest")
 
 
 class StreamOptions(BaseModel):
     """How to stream."""
 
     include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None
 
 
 class TextPart(BaseModel):
@@ -34,7 +67,9 @@ class ChatMessage(BaseModel):
     """One turn."""
 
     role: StrictStr
-    content: StrictStr | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
+    content: (
+        StrictStr | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None
+    ) = None
     tool_calls: Any = None
     function_call: Any = None
 
@@ -51,33 +86,69 @@ class CommonBody(BaseModel):
     temperature: StrictNumber | None = None
     top_p: StrictNumber | None = None
     top_k: StrictInt | None = None
+    min_p: StrictNumber | None = None
     seed: StrictInt | None = None
-    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=1024)] | None = None
-    stop_token_ids: Annotated[list[StrictInt], Field(max_length=65536)] | None = None
+    presence_penalty: StrictNumber | None = None
+    frequency_penalty: StrictNumber | None = None
+    repetition_penalty: StrictNumber | None = None
+    logit_bias: Biases | None = None
+    echo: StrictBool | None = None
+    stop: StrictStr | Annotated[list[StrictStr], Field(fail_fast=True, max_length=1024)] | None = (
+        None
+    )
+    stop_token_ids: Annotated[list[StrictInt], Field(fail_fast=True, max_length=65536)] | None = (
+        None
+    )
+    include_stop_str_in_output: StrictBool | None = None
     ignore_eos: StrictBool | None = None
     min_tokens: StrictInt | None = None
+    skip_special_tokens: StrictBool | None = None
     priority: StrictInt | None = None
+    deadline_ms: StrictInt | None = None
+    cache_salt: StrictStr | None = None
+    user: StrictStr | None = None
     return_token_ids: StrictBool | None = None
 
     @property
     def include_usage(self) -> bool:
-        """A usage chunk is asked for."""
+        """A usage frame is asked for."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def _common(self) -> dict[str, Any]:
+    @property
+    def continuous_usage(self) -> bool:
+        """Every frame is to have the usage so far."""
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
+
+    def _common(self, *, tenant: str, client_id: str, traceparent: str) -> dict[str, Any]:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         extras = self.model_extra or {}
+        _log_ignored([name for name in extras if name not in NOT_BUILT], client_id)
         return {
             "model": self.model,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "min_p": self.min_p,
             "seed": self.seed,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias,
+            "echo": bool(self.echo),
             "stop": stop or (),
             "stop_token_ids": self.stop_token_ids or (),
+            "include_stop_str_in_output": bool(self.include_stop_str_in_output),
             "ignore_eos": bool(self.ignore_eos),
             "min_tokens": self.min_tokens,
+            "skip_special_tokens": self.skip_special_tokens is not False,
             "priority": self.priority,
+            "deadline_ms": self.deadline_ms,
+            "cache_salt": self.cache_salt,
+            "user": self.user,
+            "tenant": tenant,
+            "traceparent": traceparent,
+            "client_request_id": client_id,
             "extras": {k: v for k, v in extras.items() if k in NOT_BUILT},
         }
 
@@ -85,50 +156,64 @@ class CommonBody(BaseModel):
 class CompletionBody(CommonBody):
     """POST /v1/completions."""
 
-    prompt: (
-        StrictStr
-        | Annotated[list[StrictInt], Field(max_length=MAX_LIST)]
-        | Annotated[list[StrictStr], Field(max_length=MAX_LIST)]
-        | Annotated[list[list[StrictInt]], Field(max_length=MAX_LIST)]
-    )
+    prompt: Prompt
+    logprobs: StrictInt | None = None
+    add_special_tokens: StrictBool | None = None
 
-    def to_raw(self, client_request_id: str) -> RawRequest:
-        """For the validator. Raises RequestRejected."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise RequestRejected(
-                    RejectReason.UNSUPPORTED,
-                    f"prompt: several prompts in one request ({len(prompt)}) are not supported "
-                    "yet.",
-                    param="prompt",
-                )
-            prompt = prompt[0]
-        return RawRequest(
-            **self._common(),
-            text=prompt if isinstance(prompt, str) else None,
-            token_ids=prompt if isinstance(prompt, list) else None,
-            max_tokens=self.max_tokens,
-            client_request_id=client_request_id,
-        )
+    def to_raws(
+        self, *, client_id: str, tenant: str = "", traceparent: str = ""
+    ) -> list[RawRequest]:
+        """One for each prompt, for the validator. Raises RequestRejected."""
+        prompts: Sequence[str | list[int]] = _prompts(self.prompt)
+        common = self._common(tenant=tenant, client_id=client_id, traceparent=traceparent)
+        return [
+            RawRequest(
+                **common,
+                text=prompt if isinstance(prompt, str) else None,
+                token_ids=None if isinstance(prompt, str) else prompt,
+                prompt_name="prompt" if len(prompts) == 1 else f"prompt[{i}]",
+                max_tokens=self.max_tokens,
+                num_logprobs=self.logprobs,
+                add_special_tokens=self.add_special_tokens is not False,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
 
 
 class ChatBody(CommonBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     max_completion_tokens: StrictInt | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
 
-    def to_raw(self, client_request_id: str) -> RawRequest:
-        """For the validator. Raises RequestRejected."""
+    def to_raws(
+        self, *, client_id: str, tenant: str = "", traceparent: str = ""
+    ) -> list[RawRequest]:
+        """One, for the validator. Raises RequestRejected."""
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", "needs logprobs to be true")
         newer = self.max_completion_tokens is not None
-        return RawRequest(
-            **self._common(),
-            messages=[_message(i, m) for i, m in enumerate(self.messages)],
-            max_tokens=self.max_completion_tokens if newer else self.max_tokens,
-            max_tokens_name="max_completion_tokens" if newer else "max_tokens",
-            client_request_id=client_request_id,
-        )
+        return [
+            RawRequest(
+                **self._common(tenant=tenant, client_id=client_id, traceparent=traceparent),
+                messages=to_messages(self.messages),
+                max_tokens=self.max_completion_tokens if newer else self.max_tokens,
+                max_tokens_name="max_completion_tokens" if newer else "max_tokens",
+                num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+                num_logprobs_name="top_logprobs",
+                add_generation_prompt=self.add_generation_prompt is not False,
+                continue_final_message=bool(self.continue_final_message),
+            )
+        ]
+
+
+def to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Text only. Raises RequestRejected."""
+    return [_message(i, message) for i, message in enumerate(messages)]
 
 
 def _message(index: int, message: ChatMessage) -> Message:
@@ -138,10 +223,10 @@ def _message(index: int, message: ChatMessage) -> Message:
             RejectReason.UNSUPPORTED, f"{param}: tools are not supported yet.", param=param
         )
     content = message.content
+    if content is None and message.role == "assistant":
+        return Message(role=message.role, content="")
     if content is None:
-        raise RequestRejected(
-            RejectReason.INVALID, f"{param}.content: is needed.", param=f"{param}.content"
-        )
+        raise invalid(f"{param}.content", "is needed")
     if isinstance(content, str):
         return Message(role=message.role, content=content)
     for part in content:
@@ -152,3 +237,32 @@ def _message(index: int, message: ChatMessage) -> Message:
                 param=f"{param}.content",
             )
     return Message(role=message.role, content="\n".join(p.text or "" for p in content))
+
+
+def _prompts(prompt: Any) -> list[str] | list[list[int]]:
+    """Prompts of one kind, at least one. Raises RequestRejected."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list):
+        # type(True) is not int, so that no boolean is taken for a token.
+        kinds = set(map(type, prompt))
+        if kinds <= {int}:
+            return [prompt]
+        if kinds == {str} or (kinds == {list} and all(set(map(type, p)) <= {int} for p in prompt)):
+            check_count(len(prompt))
+            return prompt
+    raise invalid(
+        "prompt",
+        "must be a string, a list of token ids, or a list of several of the one or of the other",
+    )
+
+
+def _log_ignored(names: list[str], client_id: str) -> None:
+    if names:
+        shown = [
+            name[:MAX_LOGGED_CHARS].encode("ascii", "backslashreplace").decode()
+            for name in names[:MAX_LOGGED_FIELDS]
+        ]
+        _log.info(
+            "fields_ignored", fields=shown, num_fields=len(names), client_request_id=client_id
+        )

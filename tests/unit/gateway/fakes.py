@@ -14,6 +14,7 @@ from gateway.core.prompt import Message
 from gateway.core.types import (
     Admission,
     FinishReason,
+    LogprobRows,
     ModelInfo,
     Notice,
     QueuedRequest,
@@ -21,7 +22,8 @@ from gateway.core.types import (
     TokenBatch,
 )
 from gateway.core.validation import RawRequest
-from gateway.engine import Engine, EngineConfig, LiveRequest
+from gateway.engine import Engine, EngineConfig
+from gateway.live import LiveRequest
 from gateway.metrics import GatewayMetrics
 
 MODEL = ModelInfo(name="tiny", digest="d", vocab_size=0x3000, max_model_len=512, eos_token_ids=(3,))
@@ -38,14 +40,17 @@ class FakeQueue:
     cancelled: list[RequestId] = field(default_factory=list)
     arrivals: asyncio.Queue[QueuedRequest] = field(default_factory=asyncio.Queue)
 
-    async def admit(self, request: QueuedRequest) -> Admission:
-        """Adds or raises."""
+    async def admit(self, requests: Sequence[QueuedRequest]) -> list[Admission]:
+        """Adds all or raises."""
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        self.admitted.append(request)
-        self.arrivals.put_nowait(request)
-        return Admission(entry_id=f"1-{len(self.admitted)}", deadline_ms=7)
+        admissions = []
+        for request in requests:
+            self.admitted.append(request)
+            self.arrivals.put_nowait(request)
+            admissions.append(Admission(entry_id=f"1-{len(self.admitted)}", deadline_ms=7))
+        return admissions
 
     async def supersede(self, old: Admission, request: QueuedRequest) -> Admission:
         """Adds or raises."""
@@ -81,11 +86,16 @@ class FakeLink:
 
 
 class FakeDetokenizer:
-    """Codes to characters."""
+    """Codes to characters; codes below 8 are special."""
+
+    def __init__(self, skip_special_tokens: bool = True) -> None:
+        self._skip = skip_special_tokens
 
     def push(self, token: int) -> str:
-        """One character."""
-        return chr(token)
+        """One character, for special tokens none or their name."""
+        if token >= 8:
+            return chr(token)
+        return "" if self._skip else f"<{token}>"
 
     def flush(self) -> str:
         """Nothing is ever left."""
@@ -93,19 +103,53 @@ class FakeDetokenizer:
 
 
 class FakeTokenizer:
-    """Characters to codes."""
+    """Characters to codes; `asked` is how the last conversation was to end."""
 
-    async def encode_text(self, text: str) -> Sequence[int]:
-        """One token per character."""
+    asked: tuple[bool, bool] | None = None
+
+    async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """One token per character; nothing is added."""
         return [ord(c) for c in text]
 
-    async def encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Sequence[int]:
         """Contents one after the other."""
+        self.asked = (add_generation_prompt, continue_final_message)
         return [ord(c) for m in messages for c in m.content]
 
-    def detokenizer(self) -> FakeDetokenizer:
-        """One per request."""
-        return FakeDetokenizer()
+    async def decode_ids(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The same as token by token."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return "".join(detokenizer.push(i) for i in ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Of the character; 255 is half of one."""
+        return b"\xc3" if token_id == 255 else FakeDetokenizer(False).push(token_id).encode()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> FakeDetokenizer:
+        """One per run of tokens."""
+        return FakeDetokenizer(skip_special_tokens)
+
+
+def fake_rows(text: str, num_top: int, prompt_len: int = 0) -> LogprobRows:
+    """-0.5 for each token, -0.5 - k for the k-th most likely one, which is the token's id + k.
+
+    Rows of a prompt, whose tokens are not known here, have tops from the letter p on.
+    """
+    num_prompt_rows = max(prompt_len - 1, 0)
+    ids = [*(ord("p") for _ in range(num_prompt_rows)), *map(ord, text)]
+    return LogprobRows(
+        num_prompt_rows=num_prompt_rows,
+        logprobs=[-0.5] * len(ids),
+        num_top=num_top,
+        top_token_ids=[i + k for i in ids for k in range(num_top)],
+        top_logprobs=[-0.5 - k for _ in ids for k in range(num_top)],
+    )
 
 
 @dataclass
@@ -129,8 +173,10 @@ class Bench:
         finish: FinishReason = FinishReason.UNSPECIFIED,
         link: FakeLink | None = None,
         cached: int = 0,
+        num_top: int | None = None,
+        prompt_len: int = 0,
     ) -> None:
-        """The worker sends tokens of a request."""
+        """The worker sends tokens of a request, with logprobs if num_top is given."""
         self.sequence += 1
         batch = TokenBatch(
             sequence=self.sequence,
@@ -141,6 +187,7 @@ class Bench:
             token_ids=[ord(c) for c in text],
             finish_reasons=[finish],
             num_cached_tokens=[cached],
+            logprobs={} if num_top is None else {0: fake_rows(text, num_top, prompt_len)},
         )
         self.engine.on_batch(batch, link or self.link)
 

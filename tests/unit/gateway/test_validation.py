@@ -1,5 +1,6 @@
 """The one validator: limits with their numbers, defaults, parameters that are not built."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from gateway.core.errors import RejectReason, RequestRejected
 from gateway.core.prompt import Message
 from gateway.core.types import ModelInfo
-from gateway.core.validation import NOT_BUILT, RawRequest, check, fit
+from gateway.core.validation import NOT_BUILT, RawRequest, check, check_all, fit
 
 MODEL = ModelInfo(
     name="m", digest="d", vocab_size=100, max_model_len=50, eos_token_ids=(7, 8), default_top_k=20
@@ -53,6 +54,46 @@ def refusal(**fields: Any) -> RequestRejected:
         ("stop_token_ids", [100]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [1] * 129),
+        ("stop", ["x"] * 10_000),
+        ("stop", ["a\ud800"]),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", float("nan")),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", float("-inf")),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 101.0),
+        ("repetition_penalty", float("nan")),
+        ("deadline_ms", 0),
+        ("deadline_ms", 2**63),
+        ("user", "x" * 257),
+        ("user", "a\0b"),
+        ("cache_salt", ""),
+        ("cache_salt", "x" * 257),
+        ("cache_salt", "x" * 2**20),
+        ("cache_salt", "a\0b"),
+        ("cache_salt", "\udc00"),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"+1": 1}),
+        ("logit_bias", {"01": 1}),
+        ("logit_bias", {"1.0": 1}),
+        ("logit_bias", {"\u0661": 1}),
+        ("logit_bias", {"100": 1}),
+        ("logit_bias", {"9" * 400: 1}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", {100: 1}),
+        ("logit_bias", {2**31: 1}),
+        ("logit_bias", {"1": 100.5}),
+        ("logit_bias", {"1": -101}),
+        ("logit_bias", {"1": float("nan")}),
+        ("logit_bias", {"1": True}),
+        ("logit_bias", {"1": "2"}),
+        ("logit_bias", {"1": None}),
+        ("logit_bias", {str(i): 0 for i in range(1025)}),
     ],
 )
 def test_limits_name_their_field(param: str, value: object) -> None:
@@ -60,6 +101,31 @@ def test_limits_name_their_field(param: str, value: object) -> None:
     error = refusal(**{param: value})
     assert (error.param, error.reason) == (param, RejectReason.INVALID)
     assert param in error.message
+
+
+@pytest.mark.parametrize("number", [-1, 21, 2**63])
+def test_logprobs_are_up_to_20(number: int) -> None:
+    """The error has the name that the client's interface uses."""
+    assert refusal(num_logprobs=number).param == "logprobs"
+    assert "from 0 to 20" in refusal(num_logprobs=number, num_logprobs_name="top_logprobs").message
+    assert checked(num_logprobs=20).num_logprobs == 20
+
+
+def test_limits_are_in_the_messages() -> None:
+    """Whoever meets one can read it."""
+    assert "at most 16 strings, not 17" in refusal(stop=["x"] * 17).message
+    assert "from 0 to 99" in refusal(logit_bias={"100": 1}).message
+    assert "from -100 to 100" in refusal(logit_bias={"1": 101}).message
+    assert "at most 1024 tokens" in refusal(logit_bias={str(i): 0 for i in range(1025)}).message
+    assert "from -2.0 to 2.0" in refusal(presence_penalty=3).message
+    assert "1 to 256 characters" in refusal(cache_salt="").message
+
+
+def test_biases_are_ordered_by_token() -> None:
+    """Whatever order and whatever kind of key the client's interface has."""
+    assert checked(logit_bias={"9": 1, "10": -2.5}).logit_bias == ((9, 1.0), (10, -2.5))
+    assert checked(logit_bias={10: -2.5, 9: 1}).logit_bias == ((9, 1.0), (10, -2.5))
+    assert checked(logit_bias={}).logit_bias == ()
 
 
 @pytest.mark.parametrize("ids", [[-1], [100], [2**31], [2**70]])
@@ -103,7 +169,7 @@ def test_roles() -> None:
     error = refusal(text=None, messages=[Message(role="robot", content="x")])
     assert error.param == "messages[0].role"
     found = checked(text=None, messages=[Message(role="developer", content="x")])
-    assert found.messages == (Message(role="system", content="x"),)
+    assert found.prompt.messages == (Message(role="system", content="x"),)
     assert refusal(text=None, messages=[]).param == "messages"
 
 
@@ -121,6 +187,15 @@ def test_defaults_are_the_models() -> None:
     assert checked(top_k=10**9).top_k == 100
 
 
+def test_defaults_of_generation_config() -> None:
+    """Of those parameters that it may set."""
+    model = replace(MODEL, default_min_p=0.1, default_repetition_penalty=1.2)
+    found = check(RawRequest(text="hi"), model)
+    assert (found.min_p, found.repetition_penalty) == (0.1, 1.2)
+    found = check(RawRequest(text="hi", min_p=0.0, repetition_penalty=1.0), model)
+    assert (found.min_p, found.repetition_penalty) == (0.0, 1.0)
+
+
 def test_stop_tokens_are_the_users_and_the_models() -> None:
     """Unless the client ignores the end."""
     assert checked(stop_token_ids=[9, 7]).stop_token_ids == (9, 7, 8)
@@ -129,10 +204,22 @@ def test_stop_tokens_are_the_users_and_the_models() -> None:
 
 def test_max_tokens_are_clamped_to_the_context() -> None:
     """A chat without max_tokens may fill it."""
-    assert fit(checked(max_tokens=10**9), 20, 50, random_seed=1).max_tokens == 30
+    assert fit(checked(max_tokens=50), 20, 50, random_seed=1).max_tokens == 30
     assert fit(checked(text=None, messages=CHAT), 20, 50, random_seed=1).max_tokens == 30
     assert fit(checked(max_tokens=40, min_tokens=35), 20, 50, random_seed=1).min_tokens == 30
     assert fit(checked(), 49, 50, random_seed=1).max_tokens == 1
+
+
+@pytest.mark.parametrize("number", [51, 10**9, 2**63, 10**400])
+def test_more_than_the_context_can_never_be_meant(number: int) -> None:
+    """Both numbers are named, unless the one would fill the message."""
+    error = refusal(max_tokens=number)
+    assert "more than the context of 50 tokens" in error.message
+    assert (str(number) in error.message) == (number < 2**63)
+    assert len(error.message) < 200
+    assert refusal(max_tokens=51, max_tokens_name="max_completion_tokens").param == (
+        "max_completion_tokens"
+    )
 
 
 @pytest.mark.parametrize("length", [50, 51, 10**6])
@@ -144,6 +231,84 @@ def test_a_prompt_over_the_context_names_both_numbers(length: int) -> None:
     with pytest.raises(RequestRejected) as caught:
         fit(checked(text=None, messages=CHAT), length, 50, random_seed=1)
     assert caught.value.param == "messages"
+
+
+def test_a_text_that_can_never_fit_is_not_tokenized() -> None:
+    """No token has more than 128 characters."""
+    assert checked(text="x" * 50 * 128)
+    error = refusal(text="x" * (50 * 128 + 1), prompt_name="prompt[3]")
+    assert (error.param, "6401 characters" in error.message) == ("prompt[3]", True)
+    many = [Message(role="user", content="x" * 3000)] * 3
+    assert refusal(text=None, messages=many).param == "messages"
+
+
+def test_half_a_character_is_no_text() -> None:
+    """NUL is a character."""
+    assert refusal(text="a\ud83d").param == "prompt"
+    half = [Message(role="user", content="\udc00")]
+    assert refusal(text=None, messages=half).param == "messages[0].content"
+    assert checked(text="a\0b", stop=["\0"]).stops == ("\0",)
+
+
+def test_scoring() -> None:
+    """Echo with logprobs asks for the prompt's; without, or without echo, nothing is computed."""
+    scored = fit(checked(echo=True, num_logprobs=1, max_tokens=1), 9, 50, random_seed=1)
+    assert (scored.prompt_logprobs, scored.num_logprobs) == (True, 1)
+    assert not fit(checked(num_logprobs=1), 9, 50, random_seed=1).prompt_logprobs
+    assert not fit(checked(echo=True), 9, 50, random_seed=1).prompt_logprobs
+
+
+def test_a_prompt_alone() -> None:
+    """max_tokens 0 needs echo; a token is computed for it, and not shown."""
+    assert refusal(max_tokens=0).message == "max_tokens: must be at least 1."
+    found = checked(max_tokens=0, echo=True)
+    assert (found.prompt_only, fit(found, 9, 50, random_seed=1).max_tokens) == (True, 1)
+    assert refusal(max_tokens=0, min_tokens=1, echo=True).param == "min_tokens"
+    assert refusal(max_tokens=-1, echo=True).param == "max_tokens"
+
+
+def test_chats_are_not_echoed() -> None:
+    """Said, rather than ignored."""
+    error = refusal(text=None, messages=CHAT, echo=True)
+    assert (error.param, error.reason) == ("echo", RejectReason.UNSUPPORTED)
+
+
+def test_the_number_of_prompt_logprobs_has_a_bound() -> None:
+    """A long prompt with many logprobs each would be an answer of many megabytes."""
+    found = checked(echo=True, num_logprobs=20)
+    assert fit(found, 49_000, 10**6, random_seed=1)
+    with pytest.raises(RequestRejected, match=r"1050000 values, more than 1048576") as caught:
+        fit(found, 50_000, 10**6, random_seed=1)
+    assert caught.value.param == "logprobs"
+
+
+def test_the_last_message_is_continued_or_answered() -> None:
+    """Not both, and there must be something to continue."""
+    both = refusal(text=None, messages=CHAT, continue_final_message=True)
+    assert both.param == "continue_final_message"
+    assert "add_generation_prompt" in both.message
+    fields: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    found = checked(text=None, messages=CHAT, **fields)
+    assert found.prompt.continue_final_message
+    blank = [Message(role="assistant", content=" ")]
+    assert refusal(text=None, messages=blank, **fields).param == "continue_final_message"
+
+
+def test_several_prompts() -> None:
+    """All are checked; their number and what they may be answered with have bounds."""
+    raws = [RawRequest(text="hi", prompt_name=f"prompt[{i}]") for i in range(128)]
+    assert len(check_all(raws, MODEL)) == 128
+    with pytest.raises(RequestRejected, match="at most 128 prompts, not 129"):
+        check_all([*raws, raws[0]], MODEL)
+    with pytest.raises(RequestRejected) as caught:
+        check_all([raws[0], RawRequest(token_ids=[100], prompt_name="prompt[1]")], MODEL)
+    assert caught.value.param == "prompt[1]"
+    large = replace(MODEL, max_model_len=2**20)
+    half = RawRequest(text="hi", max_tokens=2**19)
+    assert len(check_all([half, half], large)) == 2
+    with pytest.raises(RequestRejected, match=r"1572864 tokens, more than 1048576") as caught:
+        check_all([half, half, half], large)
+    assert caught.value.param == "max_tokens"
 
 
 def test_an_empty_prompt() -> None:

@@ -25,39 +25,49 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import common_pb2 as quire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"\xf4\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x04 \x01(\x0b\x32\x16.quire.v1.ChatMessagesH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\x03H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\r \x01(\x03H\x07\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x0e \x01(\t\x12\x15\n\x08priority\x18\x0f \x01(\x03H\x08\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x0b\n\t_priorityJ\x04\x08\x10\x10\x30\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x8b\x01\n\x10GenerateResponse\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.quire.v1.StartedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.quire.v1.DeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.quire.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"8\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x02 \x01(\t\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"j\n\x08\x46inished\x12-\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x0f\n\x07message\x18\x03 \x01(\t\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xdd\x01\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12;\n\x06\x43\x61ncel\x12\x17.quire.v1.CancelRequest\x1a\x18.quire.v1.CancelResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"\x8a\n\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08messages\x18\x04 \x01(\x0b\x32\x16.quire.v1.ChatMessagesH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\x03H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\r \x01(\x03H\x07\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x0e \x01(\t\x12\x15\n\x08priority\x18\x0f \x01(\x03H\x08\x88\x01\x01\x12\x12\n\x05min_p\x18\x10 \x01(\x01H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x11 \x01(\x01H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x12 \x01(\x01H\x0b\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x13 \x01(\x01H\x0c\x88\x01\x01\x12<\n\nlogit_bias\x18\x14 \x03(\x0b\x32(.quire.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x15 \x01(\x03H\r\x88\x01\x01\x12\x11\n\x04\x65\x63ho\x18\x16 \x01(\x08H\x0e\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x17 \x01(\x08H\x0f\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x18 \x01(\x08H\x10\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x19 \x01(\x08H\x11\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x1a \x01(\x08H\x12\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x1b \x01(\x08H\x13\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x1c \x01(\x03H\x14\x88\x01\x01\x12\x17\n\ncache_salt\x18\x1d \x01(\tH\x15\x88\x01\x01\x12\x11\n\x04user\x18\x1e \x01(\tH\x16\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x0b\n\t_priorityB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x07\n\x05_echoB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokensB\x15\n\x13_add_special_tokensB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_messageB\x0e\n\x0c_deadline_msB\r\n\x0b_cache_saltB\x07\n\x05_userJ\x04\x08\x1f\x10\x30\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"7\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.quire.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xab\x01\n\x10GenerateResponse\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.quire.v1.StartedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.quire.v1.DeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.quire.v1.FinishedH\x00\x12\x1e\n\x04\x65\x63ho\x18\x04 \x01(\x0b\x32\x0e.quire.v1.EchoH\x00\x42\x07\n\x05\x65vent\"8\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x02 \x01(\t\"Q\n\x04\x45\x63ho\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"R\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.quire.v1.TokenLogprob\"t\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12!\n\x03top\x18\x04 \x03(\x0b\x32\x14.quire.v1.TopLogprobB\n\n\x08_logprob\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"j\n\x08\x46inished\x12-\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\x0f\n\x07message\x18\x03 \x01(\t\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xdd\x01\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12;\n\x06\x43\x61ncel\x12\x17.quire.v1.CancelRequest\x1a\x18.quire.v1.CancelResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=62
-  _globals['_GENERATEREQUEST']._serialized_end=562
-  _globals['_TOKENIDS']._serialized_start=564
-  _globals['_TOKENIDS']._serialized_end=587
-  _globals['_CHATMESSAGES']._serialized_start=589
-  _globals['_CHATMESSAGES']._serialized_end=644
-  _globals['_CHATMESSAGE']._serialized_start=646
-  _globals['_CHATMESSAGE']._serialized_end=690
-  _globals['_GENERATERESPONSE']._serialized_start=693
-  _globals['_GENERATERESPONSE']._serialized_end=832
-  _globals['_STARTED']._serialized_start=834
-  _globals['_STARTED']._serialized_end=890
-  _globals['_DELTA']._serialized_start=892
-  _globals['_DELTA']._serialized_end=932
-  _globals['_FINISHED']._serialized_start=934
-  _globals['_FINISHED']._serialized_end=1040
-  _globals['_CANCELREQUEST']._serialized_start=1042
-  _globals['_CANCELREQUEST']._serialized_end=1077
-  _globals['_CANCELRESPONSE']._serialized_start=1079
-  _globals['_CANCELRESPONSE']._serialized_end=1110
-  _globals['_LISTMODELSREQUEST']._serialized_start=1112
-  _globals['_LISTMODELSREQUEST']._serialized_end=1131
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1133
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1186
-  _globals['_MODEL']._serialized_start=1188
-  _globals['_MODEL']._serialized_end=1230
-  _globals['_INFERENCESERVICE']._serialized_start=1233
-  _globals['_INFERENCESERVICE']._serialized_end=1454
+  _globals['_GENERATEREQUEST']._serialized_end=1352
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=916
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=964
+  _globals['_TOKENIDS']._serialized_start=1354
+  _globals['_TOKENIDS']._serialized_end=1377
+  _globals['_CHATMESSAGES']._serialized_start=1379
+  _globals['_CHATMESSAGES']._serialized_end=1434
+  _globals['_CHATMESSAGE']._serialized_start=1436
+  _globals['_CHATMESSAGE']._serialized_end=1480
+  _globals['_GENERATERESPONSE']._serialized_start=1483
+  _globals['_GENERATERESPONSE']._serialized_end=1654
+  _globals['_STARTED']._serialized_start=1656
+  _globals['_STARTED']._serialized_end=1712
+  _globals['_ECHO']._serialized_start=1714
+  _globals['_ECHO']._serialized_end=1795
+  _globals['_DELTA']._serialized_start=1797
+  _globals['_DELTA']._serialized_end=1879
+  _globals['_TOKENLOGPROB']._serialized_start=1881
+  _globals['_TOKENLOGPROB']._serialized_end=1997
+  _globals['_TOPLOGPROB']._serialized_start=1999
+  _globals['_TOPLOGPROB']._serialized_end=2061
+  _globals['_FINISHED']._serialized_start=2063
+  _globals['_FINISHED']._serialized_end=2169
+  _globals['_CANCELREQUEST']._serialized_start=2171
+  _globals['_CANCELREQUEST']._serialized_end=2206
+  _globals['_CANCELRESPONSE']._serialized_start=2208
+  _globals['_CANCELRESPONSE']._serialized_end=2239
+  _globals['_LISTMODELSREQUEST']._serialized_start=2241
+  _globals['_LISTMODELSREQUEST']._serialized_end=2260
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2262
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2315
+  _globals['_MODEL']._serialized_start=2317
+  _globals['_MODEL']._serialized_end=2359
+  _globals['_INFERENCESERVICE']._serialized_start=2362
+  _globals['_INFERENCESERVICE']._serialized_end=2583
 # @@protoc_insertion_point(module_scope)

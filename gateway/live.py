@@ -1,0 +1,144 @@
+"""A live request: what the engine writes, and what its client's side reads."""
+
+import asyncio
+from collections.abc import Sequence
+
+from gateway.core.output import OutputAssembler
+from gateway.core.stream import StreamState
+from gateway.core.types import (
+    Admission,
+    FinishReason,
+    LogprobRows,
+    QueuedRequest,
+    Terminal,
+    TokenLogprob,
+    Usage,
+)
+from gateway.ports import WorkerLink
+
+# After the deadline, for the scheduler to say it first.
+BACKSTOP_S = 10.0
+DRAINING = Terminal(
+    reason=FinishReason.UNAVAILABLE, message="The gateway is shutting down.", code="draining"
+)
+CLIENT_GONE = Terminal(
+    reason=FinishReason.CANCELLED, message="The request was cancelled.", code="cancelled"
+)
+OVERDUE = Terminal(
+    reason=FinishReason.DEADLINE,
+    message="The request's deadline passed.",
+    code="deadline_exceeded",
+)
+NO_LOGPROBS = Terminal(
+    reason=FinishReason.ERROR,
+    message="The worker sent no logprobs for this request.",
+    code="logprobs_missing",
+)
+
+
+class LiveRequest:
+    """One accepted request. The engine writes its state, its client's side reads chunks.
+
+    `echo_text` is the prompt as its client wants it back, None where it does not.
+    """
+
+    def __init__(
+        self,
+        queued: QueuedRequest,
+        assembler: OutputAssembler,
+        now_s: float,
+        *,
+        echo_text: str | None = None,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self.queued = queued
+        self.request_id = queued.request_id
+        self.state = StreamState()
+        self.assembler = assembler
+        self.echo_text = echo_text
+        self.skip_special_tokens = skip_special_tokens
+        self.wants_logprobs = queued.sampling.num_logprobs is not None
+        self.admission: Admission | None = None
+        self.link: WorkerLink | None = None
+        self.arrived_s = now_s
+        self.backstop_s = now_s + queued.life_ms / 1000 + BACKSTOP_S
+        self.first_token_s = 0.0
+        self.last_token_s = 0.0
+        self.num_cached_tokens = 0
+        self.superseding = False
+        self.waiting = False
+        self._prompt_rows: LogprobRows | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def public_id(self) -> str:
+        """The id that clients see."""
+        return self.request_id.hex()
+
+    @property
+    def usage(self) -> Usage:
+        """As of the chunks read so far."""
+        return Usage(
+            prompt_tokens=len(self.queued.prompt_token_ids),
+            completion_tokens=self.assembler.num_tokens,
+            cached_tokens=self.num_cached_tokens,
+        )
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        """Of the prompt's tokens from the second on; empty unless they were asked for."""
+        rows, prompt = self._prompt_rows, self.queued.prompt_token_ids
+        if rows is None:
+            return []
+        return [rows.row(i, prompt[i + 1]) for i in range(rows.num_prompt_rows)]
+
+    def logprobs_of(
+        self, tokens: Sequence[int], rows: LogprobRows | None
+    ) -> Sequence[TokenLogprob] | None:
+        """One for each token of a batch, None if some are missing. Keeps the prompt's."""
+        if rows is None:
+            return None
+        num_before = rows.num_prompt_rows
+        wanted = len(self.queued.prompt_token_ids) - 1
+        if self.queued.sampling.prompt_logprobs and wanted and self._prompt_rows is None:
+            if num_before != wanted:
+                return None
+            self._prompt_rows = rows
+        return [rows.row(num_before + i, token) for i, token in enumerate(tokens)]
+
+    def wake(self) -> None:
+        """There is something to read."""
+        self._news.set()
+
+    async def take(self) -> tuple[Sequence[int], Sequence[TokenLogprob], Terminal | None]:
+        """Waits for news: tokens not taken before, their logprobs, and the end if there is one."""
+        if not self._news.is_set():
+            self.waiting = True
+            try:
+                await self._news.wait()
+            finally:
+                self.waiting = False
+        state = self.state
+        if state.end is None:
+            self._news.clear()
+        at = state.num_taken
+        tokens = state.take()
+        return tokens, state.logprobs[at:] if self.wants_logprobs else (), state.end
+
+
+def slow_reader(num_unread: int) -> Terminal:
+    """The end of a stream whose buffer is full."""
+    return Terminal(
+        reason=FinishReason.ERROR,
+        message=f"The client read too slowly: {num_unread} tokens were waiting for it.",
+        code="slow_reader",
+    )
+
+
+def stream_lost(why: str) -> Terminal:
+    """The end of a stream that was superseded too often."""
+    return Terminal(
+        reason=FinishReason.ERROR,
+        message=f"The stream could not be continued ({why}).",
+        code="stream_lost",
+    )
