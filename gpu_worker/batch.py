@@ -18,6 +18,8 @@ import numpy.typing as npt
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
+_NOTHING: Int64s = np.zeros(0, dtype=np.int64)
+
 
 class Row(Protocol):
     """What the batch needs of a scheduled row."""
@@ -38,6 +40,10 @@ class Row(Protocol):
     def samples(self) -> bool:
         """Whether the last token's logits are wanted."""
 
+    @property
+    def scored_token_ids(self) -> Sequence[int]:
+        """Tokens whose logprobs are wanted; see ports.ScheduledRow."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
@@ -55,7 +61,8 @@ class FlatBatch:
 
     `rows` holds the indices (into the step's rows) of the rows that are in the batch; `failures`
     the others with the reason. `sampling_rows` are the indices of rows that sample, and
-    logits_indices the place of their last token in the line.
+    logits_indices the place of their last token in the line. scored_rows are the indices of rows
+    with scored tokens, and scored_indices the places in the line before each of those.
     """
 
     token_ids: Int64s
@@ -67,6 +74,8 @@ class FlatBatch:
     logits_indices: Int64s
     rows: tuple[int, ...]
     sampling_rows: tuple[int, ...]
+    scored_rows: tuple[int, ...]
+    scored_indices: Int64s
     failures: tuple[tuple[int, str], ...]
     max_query_len: int
     max_seq_len: int
@@ -84,12 +93,17 @@ class BatchBuilder:
         """Overwrites the arrays of the batch built before."""
         kept: list[int] = []
         arrays: list[tuple[Int64s, Int32s]] = []
+        scored: list[tuple[int, int]] = []
         failures: list[tuple[int, str]] = []
         for index, row in enumerate(rows):
             token_ids = np.asarray(row.token_ids, dtype=np.int64)
             block_ids = np.asarray(row.block_ids, dtype=np.int32)
             reason = self._fault(row.start, token_ids, block_ids)
+            if row.scored_token_ids:
+                reason = reason or self._scoring_fault(row)
             if reason is None:
+                if row.scored_token_ids:
+                    scored.append((index, len(kept)))
                 kept.append(index)
                 arrays.append((token_ids, block_ids))
             else:
@@ -111,10 +125,21 @@ class BatchBuilder:
             logits_indices=(bounds[1:] - 1)[samples],
             rows=tuple(kept),
             sampling_rows=tuple(index for index in kept if rows[index].samples),
+            scored_rows=tuple(index for index, _ in scored),
+            scored_indices=_scored_indices(rows, scored, bounds) if scored else _NOTHING,
             failures=tuple(failures),
             max_query_len=int(query_lens.max(initial=0)),
             max_seq_len=int(seq_lens.max(initial=0)),
         )
+
+    def _scoring_fault(self, row: Row) -> str | None:
+        """Why its tokens can't be scored; None when they can."""
+        scored = row.scored_token_ids
+        if len(scored) > len(row.token_ids) - row.samples:
+            return "more tokens are scored than computed"
+        if min(scored) < 0 or max(scored) >= self._limits.vocab_size:
+            return f"a scored token is outside the vocabulary of {self._limits.vocab_size}"
+        return None
 
     def _fault(self, start: int, token_ids: Int64s, block_ids: Int32s) -> str | None:
         """Why the row can't be computed; None when it can."""
@@ -163,3 +188,14 @@ class BatchBuilder:
             table[:used] = block_ids[:used]
             table[used:] = 0
         return tables
+
+
+def _scored_indices(
+    rows: Sequence[Row], scored: Sequence[tuple[int, int]], bounds: Int64s
+) -> Int64s:
+    """Places of the tokens whose logits score the next ones; `scored` has (row, place in batch)."""
+    parts = []
+    for index, place in scored:
+        end = int(bounds[place + 1]) - rows[index].samples
+        parts.append(np.arange(end - len(rows[index].scored_token_ids), end, dtype=np.int64))
+    return np.concatenate(parts)

@@ -1,5 +1,7 @@
 """Between messages of quire.v1 and the worker's values; the only module that knows both."""
 
+import itertools
+import math
 from collections.abc import Sequence
 
 from quire.v1 import common_pb2, queue_pb2, worker_pb2
@@ -20,6 +22,7 @@ from gpu_worker.messages import (
     Subscribe,
     Subscriptions,
     TokenBatch,
+    TokenLogprobs,
     TokensMessage,
 )
 from gpu_worker.ports import RunnerInfo, SamplingSpec
@@ -88,8 +91,26 @@ def _admit(admit: worker_pb2.Admit) -> Admit:
             stop_token_ids=tuple(sampling.stop_token_ids),
             min_tokens=sampling.min_tokens,
             sample_index=admit.sample_index,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty or 1.0,
+            logit_bias=_logit_bias(sampling),
+            num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
+            prompt_logprobs=sampling.prompt_logprobs,
         ),
         generates=admit.kind in known,
+    )
+
+
+def _logit_bias(sampling: common_pb2.SamplingParams) -> tuple[tuple[int, float], ...]:
+    """Pairs; one that lacks its half is given an id or a bias that the replica refuses."""
+    if not sampling.logit_bias_token_ids and not sampling.logit_biases:
+        return ()
+    columns = itertools.zip_longest(sampling.logit_bias_token_ids, sampling.logit_biases)
+    return tuple(
+        (-1 if token is None else token, math.nan if bias is None else bias)
+        for token, bias in columns
     )
 
 
@@ -265,7 +286,19 @@ def token_batch(sequence: int, batch: TokenBatch) -> worker_pb2.TokensResponse:
             token_ids=batch.token_ids,
             finish_reasons=_reasons(batch.finish_reasons),
             num_cached_tokens=batch.num_cached_tokens,
+            logprobs=[_token_logprobs(entry) for entry in batch.logprobs],
         )
+    )
+
+
+def _token_logprobs(entry: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    return worker_pb2.TokenLogprobs(
+        entry=entry.entry,
+        num_prompt_rows=entry.num_prompt_rows,
+        logprobs=entry.logprobs,
+        num_top=entry.num_top,
+        top_token_ids=entry.top_token_ids,
+        top_logprobs=entry.top_logprobs,
     )
 
 

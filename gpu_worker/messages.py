@@ -5,10 +5,15 @@ replica checks them, since a plan is never trusted.
 """
 
 import enum
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu_worker.ports import SamplingSpec
+
+# Logprobs, those of likely tokens included, that one message to a gateway may hold: at 9 bytes each
+# at most, well under the bound of a gRPC message.
+MAX_BATCH_LOGPROBS = 2**20
 
 
 class FinishReason(enum.IntEnum):
@@ -182,6 +187,23 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Logprobs of one entry of a batch; see quire.v1.TokenLogprobs."""
+
+    entry: int
+    num_prompt_rows: int
+    num_top: int
+    logprobs: "array[float]"
+    top_token_ids: "array[int]"
+    top_logprobs: "array[float]"
+
+    @property
+    def num_values(self) -> int:
+        """How many logprobs it holds."""
+        return len(self.logprobs) + len(self.top_logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
     """Tokens of one step for one gateway, one entry per request; see quire.v1.TokenBatch.
 
@@ -196,6 +218,7 @@ class TokenBatch:
     token_ids: Sequence[int]
     finish_reasons: Sequence[int]
     num_cached_tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

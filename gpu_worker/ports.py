@@ -1,13 +1,18 @@
 """What the service side of the worker asks of the compute side, and the values between them."""
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:
-    """How tokens of one row are chosen; see quire.v1.SamplingParams."""
+    """How tokens of one row are chosen; see quire.v1.SamplingParams.
+
+    The last two are derived, since they are asked for at every step: whether logits are changed by
+    more than stop tokens, and whether by the tokens that are there already.
+    """
 
     max_tokens: int
     temperature: float = 0.0
@@ -17,6 +22,24 @@ class SamplingSpec:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     sample_index: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
+    prompt_logprobs: bool = False
+    shifts_logits: bool = field(init=False, repr=False, compare=False)
+    penalizes: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        penalizes = (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+        object.__setattr__(self, "penalizes", penalizes)
+        object.__setattr__(self, "shifts_logits", penalizes or bool(self.logit_bias))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +49,10 @@ class ScheduledRow:
     token_ids are the tokens to compute; the first stands at position `start`. block_ids is the
     whole block table, in order of position. With `samples` the last token's logits choose the next
     token, which becomes output number `output_position` (from 0).
+
+    scored_token_ids are known tokens whose logprobs are wanted: the last of them follows the last
+    of token_ids (the last but one where the row samples), the others those before it. `history` is
+    prompt and output, for penalties; None where there are none.
     """
 
     slot: int
@@ -35,17 +62,57 @@ class ScheduledRow:
     samples: bool
     output_position: int
     sampling: SamplingSpec
+    scored_token_ids: Sequence[int] = ()
+    history: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobRows:
+    """Natural logprobs of tokens and of the num_top most likely ones beside each.
+
+    Of the model's own logits, before anything else changes them. The columns of the most likely
+    ones hold num_top entries for each token, most likely first, equal ones by token id.
+    """
+
+    num_top: int
+    logprobs: "array[float]"
+    top_token_ids: "array[int]"
+    top_logprobs: "array[float]"
+
+    @classmethod
+    def from_bytes(
+        cls, num_top: int, logprobs: bytes, top_token_ids: bytes, top_logprobs: bytes
+    ) -> "LogprobRows":
+        """From columns of 32-bit numbers in memory."""
+        return cls(
+            num_top=num_top,
+            logprobs=array("f", logprobs),
+            top_token_ids=array("i", top_token_ids),
+            top_logprobs=array("f", top_logprobs),
+        )
+
+    def then(self, other: "LogprobRows") -> "LogprobRows":
+        """Both, one after the other."""
+        return LogprobRows(
+            num_top=self.num_top,
+            logprobs=self.logprobs + other.logprobs,
+            top_token_ids=self.top_token_ids + other.top_token_ids,
+            top_logprobs=self.top_logprobs + other.top_logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """Of one step: token per sampling row (None where the row failed), in the order of those rows.
 
-    failures holds (index into the step's rows, message) of rows whose own data raised.
+    failures holds (index into the step's rows, message) of rows whose own data raised. logprobs
+    holds (index, those of the row's scored tokens and, where it sampled, of that token) of rows
+    that want some.
     """
 
     token_ids: tuple[int | None, ...]
     failures: tuple[tuple[int, str], ...] = ()
+    logprobs: tuple[tuple[int, LogprobRows], ...] = ()
     apply_us: int = 0
     forward_us: int = 0
     sample_us: int = 0

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from gpu_worker import digest
 from gpu_worker.messages import (
+    MAX_BATCH_LOGPROBS,
     Fault,
     FaultCode,
     FaultScope,
@@ -25,13 +26,15 @@ from gpu_worker.messages import (
     Snapshot,
     StepPlan,
     TokenBatch,
+    TokenLogprobs,
 )
-from gpu_worker.ports import ScheduledRow, StepOutput
+from gpu_worker.ports import LogprobRows, ScheduledRow, StepOutput
 from gpu_worker.slot_table import (
     InvalidPlanError,
     PendingRow,
     ReplicaLimits,
     Row,
+    RowScores,
     TableState,
     stage,
     stage_rows,
@@ -61,7 +64,10 @@ class AppliedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedStep:
-    """What the step gave: result columns, and one batch per gateway under its reply_to."""
+    """What the step gave: result columns, and under its reply_to a gateway's batch.
+
+    More than one batch where logprobs would make it too large.
+    """
 
     slots: Sequence[int]
     token_ids: Sequence[int]
@@ -86,6 +92,33 @@ class _BatchBuilder:
         self.token_ids: list[int] = []
         self.finish_reasons: list[int] = []
         self.num_cached_tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.num_logprobs = 0
+
+    def add(self, row: Row, tokens: Sequence[int], reason: FinishReason | None) -> None:
+        """An entry with the row's next tokens; they count as emitted."""
+        self.request_ids.append(row.request_id)
+        self.attempts.append(row.attempt)
+        self.first_positions.append(row.num_emitted)
+        self.num_tokens.append(len(tokens))
+        self.token_ids.extend(tokens)
+        self.finish_reasons.append(0 if reason is None else reason)
+        self.num_cached_tokens.append(row.num_cached)
+        row.num_emitted += len(tokens)
+
+    def add_logprobs(self, scores: RowScores, begin: int, end: int) -> None:
+        """Logprobs of the entry added last: some of the rows that are there."""
+        k = scores.num_top
+        entry = TokenLogprobs(
+            entry=len(self.request_ids) - 1,
+            num_prompt_rows=scores.num_prompt_rows if begin == 0 else 0,
+            num_top=k,
+            logprobs=scores.logprobs[begin:end],
+            top_token_ids=scores.top_token_ids[begin * k : end * k],
+            top_logprobs=scores.top_logprobs[begin * k : end * k],
+        )
+        self.logprobs.append(entry)
+        self.num_logprobs += entry.num_values
 
     def build(self, step: int) -> TokenBatch:
         return TokenBatch(
@@ -97,7 +130,32 @@ class _BatchBuilder:
             token_ids=self.token_ids,
             finish_reasons=self.finish_reasons,
             num_cached_tokens=self.num_cached_tokens,
+            logprobs=self.logprobs,
         )
+
+
+class _Outgoing:
+    """Batches of one step. Those without logprobs are never split."""
+
+    def __init__(self) -> None:
+        self.open: dict[bytes, _BatchBuilder] = {}
+        self._full: list[tuple[bytes, _BatchBuilder]] = []
+
+    def builder(self, reply_to: bytes, num_logprobs: int = 0) -> _BatchBuilder:
+        """The open one if it has room for so many logprobs; otherwise a new one."""
+        builder = self.open.get(reply_to)
+        if builder is not None and num_logprobs:
+            if builder.num_logprobs + num_logprobs <= MAX_BATCH_LOGPROBS:
+                return builder
+            self._full.append((reply_to, builder))
+            builder = None
+        if builder is None:
+            builder = self.open[reply_to] = _BatchBuilder()
+        return builder
+
+    def build(self, step: int) -> list[tuple[bytes, TokenBatch]]:
+        """In the order in which each gateway is to get its own."""
+        return [(to, builder.build(step)) for to, builder in (*self._full, *self.open.items())]
 
 
 class Replica:
@@ -170,7 +228,8 @@ class Replica:
         token_ids: list[int] = []
         finished: list[Row] = []
         faults: list[Fault] = []
-        builders: dict[bytes, _BatchBuilder] = {}
+        outgoing = _Outgoing()
+        logprobs = dict(output.logprobs)
         sampled = iter(output.token_ids)
         for index, entry in enumerate(pending):
             row = entry.row
@@ -181,17 +240,21 @@ class Replica:
                 faults.append(_row_fault(row, failures.get(index, "no token was sampled")))
             else:
                 row.num_computed += entry.num_tokens
+                if row.scores is not None and index in logprobs:
+                    row.scores.add(logprobs[index])
                 if token is not None:
                     slots.append(row.slot)
                     token_ids.append(token)
                     row.ended = self._append(row, token)
             if row.ended is not None:
                 finished.append(row)
-            if row.ended is not None or len(row.tokens) - row.prompt_len > row.num_emitted:
-                builder = builders.get(row.reply_to)
-                if builder is None:
-                    builder = builders[row.reply_to] = _BatchBuilder()
-                _emit(row, builder)
+            if row.scores is not None:
+                _emit_scored(row, row.scores, outgoing)
+            elif row.ended is not None or len(row.tokens) - row.prompt_len > row.num_emitted:
+                # All known output that has not been sent; in its first batch from emit_from on.
+                tokens = row.tokens[row.prompt_len + row.num_emitted :]
+                builder = outgoing.open.get(row.reply_to) or outgoing.builder(row.reply_to)
+                builder.add(row, tokens, row.ended)
         self._recent.extend(_finished(row) for row in finished)
         return CompletedStep(
             slots=slots,
@@ -199,7 +262,7 @@ class Replica:
             finished_slots=[row.slot for row in finished],
             finish_reasons=[row.ended for row in finished if row.ended is not None],
             faults=faults,
-            batches=[(reply_to, b.build(self._step)) for reply_to, b in builders.items()],
+            batches=outgoing.build(self._step),
         )
 
     def cancel(self, request_ids: Collection[bytes]) -> int:
@@ -248,6 +311,8 @@ class Replica:
         """The row's next known token; says whether it is the last."""
         position = row.num_outputs
         row.tokens.append(token)
+        if row.history is not None:
+            row.history.append(token)
         if token in row.stop_ids and position >= row.sampling.min_tokens:
             return FinishReason.STOP
         if position + 1 >= row.sampling.max_tokens:
@@ -257,7 +322,10 @@ class Replica:
         return None
 
     def _check(self, output: StepOutput, failures: dict[int, str]) -> None:
-        num_sampling = sum(entry.samples for entry in self._pending)
+        num_sampling, some_scored = 0, False
+        for entry in self._pending:
+            num_sampling += entry.samples
+            some_scored |= entry.row.scores is not None
         if len(output.token_ids) != num_sampling:
             raise RunnerOutputError(f"{len(output.token_ids)} tokens for {num_sampling} rows")
         if any(not 0 <= index < len(self._pending) for index in failures):
@@ -265,20 +333,51 @@ class Replica:
         for token in output.token_ids:
             if token is not None and not 0 <= token < self._limits.vocab_size:
                 raise RunnerOutputError(f"token {token} is not in the vocabulary")
+        if some_scored:
+            self._check_logprobs(output, failures)
+
+    def _check_logprobs(self, output: StepOutput, failures: dict[int, str]) -> None:
+        given, sampled = dict(output.logprobs), iter(output.token_ids)
+        for index, entry in enumerate(self._pending):
+            token = next(sampled) if entry.samples else None
+            scores = entry.row.scores
+            if scores is None or index in failures or (entry.samples and token is None):
+                continue
+            wanted, rows = entry.num_scored + (token is not None), given.get(index)
+            if rows is None:
+                if wanted:
+                    raise RunnerOutputError(f"row {index} lacks {wanted} logprobs")
+            elif not _fits(rows, wanted, entry.row):
+                raise RunnerOutputError(f"logprobs of row {index} do not fit {wanted} tokens")
 
 
-def _emit(row: Row, builder: _BatchBuilder) -> None:
-    """All known output that has not been sent; from `emit_from` in a row's first batch."""
-    first = row.num_emitted
-    tokens = row.tokens[row.prompt_len + first :]
-    row.num_emitted = first + len(tokens)
-    builder.request_ids.append(row.request_id)
-    builder.attempts.append(row.attempt)
-    builder.first_positions.append(first)
-    builder.num_tokens.append(len(tokens))
-    builder.token_ids.extend(tokens)
-    builder.finish_reasons.append(0 if row.ended is None else row.ended)
-    builder.num_cached_tokens.append(row.num_cached)
+def _fits(rows: LogprobRows, wanted: int, row: Row) -> bool:
+    return (
+        len(rows.logprobs) == wanted
+        and len(rows.top_token_ids) == len(rows.top_logprobs) == wanted * rows.num_top
+        and rows.num_top <= (row.sampling.num_logprobs or 0)
+    )
+
+
+def _emit_scored(row: Row, scores: RowScores, outgoing: _Outgoing) -> None:
+    """The output whose logprobs are there, in pieces that a message can hold.
+
+    After a failure the rest of the known output is not sent: nobody will score it.
+    """
+    num_rows, num_prompt = len(scores.logprobs), scores.num_prompt_rows
+    if num_rows <= num_prompt:
+        if row.ended is not None:
+            outgoing.builder(row.reply_to).add(row, (), row.ended)
+        return
+    at_once = MAX_BATCH_LOGPROBS // (1 + scores.num_top)
+    for begin in range(0, num_rows, at_once):
+        end = min(begin + at_once, num_rows)
+        first = row.prompt_len + row.num_emitted
+        tokens = row.tokens[first : first + end - max(begin, num_prompt)]
+        builder = outgoing.builder(row.reply_to, (end - begin) * (1 + scores.num_top))
+        builder.add(row, tokens, row.ended if end == num_rows else None)
+        builder.add_logprobs(scores, begin, end)
+    row.scores = RowScores(scored_from=scores.scored_from, num_prompt_rows=0)
 
 
 def _finished(row: Row) -> FinishedRequest:

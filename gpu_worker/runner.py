@@ -1,8 +1,9 @@
 """Owns the model on its device: loads it, sizes the cache, warms up, computes steps.
 
 A step: rows -> flat arrays (batch) -> device -> forward, which stores keys and values and attends
-over the blocks -> logits of the sampling rows -> tokens (sampler). Nothing of a request outlives
-the step but its blocks. Everything here runs on one thread, the executor's.
+over the blocks -> logits of the sampling rows -> tokens (sampler). Where logprobs are wanted,
+scoring takes them from the same logits. Nothing of a request outlives the step but its blocks.
+Everything here runs on one thread, the executor's.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_worker import kv_cache, models, sampler
+from gpu_worker import kv_cache, models, sampler, scoring
 from gpu_worker.attention import Backend, PagedContext, StepTables, make_backend
 from gpu_worker.batch import BatchBuilder, BatchLimits, FlatBatch
 from gpu_worker.ports import (
@@ -80,29 +81,38 @@ class TorchRunner:
         began = time.perf_counter_ns()
         batch = self._builder.build(rows)
         applied = time.perf_counter_ns()
-        logits = self._logits(batch)
+        logits, known = self._logits(batch, rows)
         forwarded = time.perf_counter_ns()
         sampling = [rows[index] for index in batch.sampling_rows]
+        failures = dict(batch.failures)
         with _device_errors():
             sampled = sampler.sample(
-                logits, [(row.sampling, row.output_position) for row in sampling]
+                logits, [(row.sampling, row.output_position, row.history) for row in sampling]
             )
+            failures |= {batch.sampling_rows[at]: reason for at, reason in sampled.failures}
+            chosen = dict(zip(batch.sampling_rows, sampled.token_ids, strict=True))
+            logprobs, unscored = scoring.step_logprobs(rows, batch, known, logits, chosen)
+        for index, reason in unscored.items():
+            failures.setdefault(index, reason)
+            chosen[index] = None
         ended = time.perf_counter_ns()
-        chosen = dict(zip(batch.sampling_rows, sampled.token_ids, strict=True))
-        failures = [(batch.sampling_rows[at], reason) for at, reason in sampled.failures]
         return StepOutput(
             token_ids=tuple(chosen.get(i) for i, row in enumerate(rows) if row.samples),
-            failures=tuple(sorted((*batch.failures, *failures))),
+            failures=tuple(sorted(failures.items())),
+            logprobs=tuple(logprobs.items()),
             apply_us=(applied - began) // 1000,
             forward_us=(forwarded - applied) // 1000,
             sample_us=(ended - forwarded) // 1000,
         )
 
-    def _logits(self, batch: FlatBatch) -> torch.Tensor:
-        """Logits of the sampling rows; waits for the device."""
+    def _logits(
+        self, batch: FlatBatch, rows: Sequence[ScheduledRow]
+    ) -> tuple[torch.Tensor, scoring.Scores | None]:
+        """Logits of the sampling rows, and scores of known tokens; waits for the device."""
         device = self._model.device
+        known: scoring.Scores | None = None
         if not batch.rows:
-            return torch.empty((0, self._info.vocab_size), device=device)
+            return torch.empty((0, self._info.vocab_size), device=device), known
         with _device_errors():
             token_ids, positions, slots, logits_indices, tables, lens, starts = (
                 torch.from_numpy(array).to(device)
@@ -124,12 +134,15 @@ class TorchRunner:
                 max_query_len=batch.max_query_len,
                 max_seq_len=batch.max_seq_len,
             )
-            logits = models.forward(
-                self._model, self._context, step, token_ids, positions, logits_indices
-            )
+            if batch.scored_rows:
+                logits, known = scoring.forward(self._model, self._context, step, batch, rows)
+            else:
+                logits = models.forward(
+                    self._model, self._context, step, token_ids, positions, logits_indices
+                )
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        return logits
+        return logits, known
 
 
 class _device_errors:  # noqa: N801  # reads as a statement: with _device_errors()

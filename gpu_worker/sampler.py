@@ -15,10 +15,15 @@ so that a token's noise is a function of (seed, token id, output position, sampl
 nothing else: not of the batch, the order of rows, the worker, or whether the request was restarted.
 What else decides is computed row by row in an order that other rows do not change.
 
-Kept are, in this order: not the stop tokens while fewer than min_tokens are out; the top_k largest
-logits; the fewest of those, largest first, whose probabilities reach top_p of the kept mass. Equal
-logits rank by token id. The order is sought among the likely tokens first; where they do not hold
-the kept set, among all.
+Logits are changed first, in this order: the logit bias is added; stop tokens are forbidden while
+fewer than min_tokens are out; logits of tokens in prompt or output are divided by the repetition
+penalty (multiplied where negative); those of tokens in the output lose the frequency penalty for
+each time they stand there, and the presence penalty once.
+
+Kept are, in this order: the tokens whose probability is at least min_p of the largest one; the
+top_k largest logits of those; the fewest of these, largest first, whose probabilities reach top_p
+of the kept mass. Equal logits rank by token id. The order is sought among the likely tokens first;
+where they do not hold the kept set, among all.
 """
 
 from collections.abc import Sequence
@@ -43,6 +48,9 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _ROUNDS = 10
 
+# Spec, output position, and prompt and output where tokens that are there already are penalized.
+Row = tuple[SamplingSpec, int, Sequence[int] | None]
+
 
 class BadLogitsError(Exception):
     """A row's logits choose nothing: NaN, infinite, or every token is forbidden."""
@@ -56,16 +64,16 @@ class Sampled:
     failures: tuple[tuple[int, str], ...]
 
 
-def sample(logits: torch.Tensor, rows: Sequence[tuple[SamplingSpec, int]]) -> Sampled:
-    """Next tokens; `rows` has each row's spec and output position. Does not change `logits`."""
+def sample(logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
+    """Next tokens, one for each row. Does not change `logits`."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     tokens: list[int | None] = [None] * len(rows)
     failures: list[tuple[int, str]] = []
     plain: list[int] = []
     others: list[int] = []
-    for index, (spec, position) in enumerate(rows):
-        masked = position < spec.min_tokens and len(spec.stop_token_ids) > 0
-        (others if masked or spec.temperature >= GREEDY_BELOW else plain).append(index)
+    for index, (spec, position, _) in enumerate(rows):
+        changed = spec.shifts_logits or (position < spec.min_tokens and spec.stop_token_ids)
+        (others if changed or spec.temperature >= GREEDY_BELOW else plain).append(index)
     for index, token in zip(plain, _greedy(logits, plain), strict=True):
         tokens[index] = token
         if token is None:
@@ -92,12 +100,13 @@ def _greedy(logits: torch.Tensor, rows: list[int]) -> list[int | None]:
     return [token if token >= 0 else None for token in found]
 
 
-def sample_row(logits: Floats, spec: SamplingSpec, position: int) -> int:
+def sample_row(
+    logits: Floats, spec: SamplingSpec, position: int, history: Sequence[int] | None = None
+) -> int:
     """The token of one row. Raises BadLogitsError."""
-    if position < spec.min_tokens:
-        stops = [t for t in spec.stop_token_ids if 0 <= t < len(logits)]
+    if spec.shifts_logits or position < spec.min_tokens:
         logits = logits.copy()
-        logits[stops] = -np.inf
+        _change(logits, spec, position, history)
     largest = logits.max()
     if not np.isfinite(largest):
         raise BadLogitsError("logits are not finite")
@@ -112,19 +121,49 @@ def sample_row(logits: Floats, spec: SamplingSpec, position: int) -> int:
     return _choose(gaps, kept, noise, spec.temperature)
 
 
+def _change(
+    logits: Floats, spec: SamplingSpec, position: int, history: Sequence[int] | None
+) -> None:
+    """Bias, forbidden stop tokens and penalties, in place."""
+    if spec.logit_bias:
+        tokens, biases = zip(*spec.logit_bias, strict=True)
+        logits[list(tokens)] += np.array(biases, dtype=np.float32)
+    if position < spec.min_tokens:
+        logits[[t for t in spec.stop_token_ids if 0 <= t < len(logits)]] = -np.inf
+    if not spec.penalizes:
+        return
+    assert history is not None, "penalties need the tokens that are there"
+    known: TokenIds = np.array(history, dtype=np.int64)
+    if spec.repetition_penalty != 1.0:
+        penalty = np.float32(spec.repetition_penalty)
+        old = logits[known]
+        with np.errstate(over="ignore"):  # an infinite logit fails the row
+            logits[known] = np.where(old < 0, old * penalty, old / penalty)
+    if spec.frequency_penalty or spec.presence_penalty:
+        ids, counts = np.unique(known[len(known) - position :], return_counts=True)
+        frequency = counts.astype(np.float32) * np.float32(spec.frequency_penalty)
+        logits[ids] -= frequency + np.float32(spec.presence_penalty)
+
+
 def _kept(gaps: Floats, weights: Floats, spec: SamplingSpec) -> TokenIds | None:
     """Ascending ids of the kept tokens; None where all are."""
     top_k = spec.top_k if 0 < spec.top_k < len(gaps) else 0
+    probable: TokenIds | None = None
+    if spec.min_p > 0.0:
+        probable = np.flatnonzero(weights >= np.float32(spec.min_p))
+        weights = weights[probable]
     if not top_k and spec.top_p >= 1.0:
-        return None
+        return probable
     total = float(weights.sum(dtype=np.float64))
-    ids: TokenIds = np.arange(len(gaps))
+    ids: TokenIds = np.arange(len(weights))
     for share in LIKELY:
         likely = np.flatnonzero(weights > np.float32(share * total))
         mass = float(weights[likely].sum(dtype=np.float64))
         if (top_k and len(likely) >= top_k) or mass > spec.top_p * total:
             ids = likely
             break
+    if probable is not None:
+        ids = probable[ids]
     order = ids[np.argsort(-gaps[ids], kind="stable")]
     if top_k:
         order = order[:top_k]

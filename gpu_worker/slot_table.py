@@ -6,14 +6,16 @@ raises InvalidPlanError while the present state is untouched. The caller commits
 
 import dataclasses
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gpu_worker import digest
-from gpu_worker.messages import Admit, FinishReason, StepPlan
-from gpu_worker.ports import SamplingSpec, ScheduledRow
+from gpu_worker.messages import MAX_BATCH_LOGPROBS, Admit, FinishReason, StepPlan
+from gpu_worker.ports import LogprobRows, SamplingSpec, ScheduledRow
 
 ID_BYTES = 16
+MAX_NUM_LOGPROBS = 20
 
 
 class InvalidPlanError(Exception):
@@ -38,6 +40,30 @@ class ReplicaLimits:
 
 
 @dataclass(slots=True, kw_only=True)
+class RowScores:
+    """Logprobs that a row has had computed and not sent, of consecutive tokens.
+
+    The first token of the row whose logprobs are wanted is tokens[scored_from]; the first
+    num_prompt_rows of what is here belong to the prompt and go out with output position 0. At most
+    max_model_len rows of 1 + MAX_NUM_LOGPROBS, since each position is computed once per admission.
+    """
+
+    scored_from: int
+    num_prompt_rows: int
+    num_top: int = 0
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    top_token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    top_logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+
+    def add(self, rows: LogprobRows) -> None:
+        """What a step has computed."""
+        self.num_top = rows.num_top
+        self.logprobs.extend(rows.logprobs)
+        self.top_token_ids.extend(rows.top_token_ids)
+        self.top_logprobs.extend(rows.top_logprobs)
+
+
+@dataclass(slots=True, kw_only=True)
 class Row:
     """A used slot. tokens are prompt and output; the first num_computed of them have their KV."""
 
@@ -55,6 +81,9 @@ class Row:
     digest: int
     sampling: SamplingSpec
     stop_ids: frozenset[int]
+    # Only where logprobs are wanted, and where tokens that are there already are penalized.
+    scores: RowScores | None = None
+    history: "array[int] | None" = None
     ended: FinishReason | None = None
 
     @property
@@ -70,6 +99,7 @@ class PendingRow:
     row: Row
     num_tokens: int
     samples: bool
+    num_scored: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,8 +175,10 @@ def _stage_admit(after: TableState, admit: Admit, limits: ReplicaLimits) -> None
         num_emitted=admit.emit_from,
         blocks=list(admit.block_ids),
         digest=digest.table_sum(slot, admit.generation, 0, admit.block_ids),
-        sampling=_without_unknown_stops(admit.sampling, limits.vocab_size),
+        sampling=_without_unknown_tokens(admit.sampling, limits.vocab_size),
         stop_ids=frozenset(admit.sampling.stop_token_ids),
+        scores=_scores(admit),
+        history=array("i", admit.token_ids) if admit.sampling.penalizes else None,
     )
     after.table[slot] = row
     after.generations[slot] = admit.generation
@@ -176,18 +208,53 @@ def _check_admit(admit: Admit, limits: ReplicaLimits) -> None:
         (sampling.max_tokens > num_outputs, f"max_tokens {sampling.max_tokens}"),
         (math.isfinite(sampling.temperature) and sampling.temperature >= 0, "temperature"),
         (0 < sampling.top_p <= 1, "top_p"),
+        (0 <= sampling.min_p <= 1, "min_p"),
+        (-2 <= sampling.presence_penalty <= 2, "presence_penalty"),
+        (-2 <= sampling.frequency_penalty <= 2, "frequency_penalty"),
+        (0 < sampling.repetition_penalty < math.inf, "repetition_penalty"),
+        (all(token >= 0 and -100 <= bias <= 100 for token, bias in sampling.logit_bias), "bias"),
+        (0 <= (sampling.num_logprobs or 0) <= MAX_NUM_LOGPROBS, "num_logprobs"),
+        (sampling.num_logprobs is not None or not sampling.prompt_logprobs, "prompt_logprobs"),
     )
     for good, what in checks:
         if not good:
             raise InvalidPlanError(f"admission to slot {admit.slot}: {what}")
+    scores = _scores(admit)
+    if scores is None:
+        return
+    if admit.num_computed_tokens >= scores.scored_from:
+        raise InvalidPlanError(
+            f"admission to slot {admit.slot}: {admit.num_computed_tokens} tokens are computed, "
+            f"logprobs are wanted from token {scores.scored_from}"
+        )
+    values = (scores.num_prompt_rows + 1) * (1 + (sampling.num_logprobs or 0))
+    if values > MAX_BATCH_LOGPROBS:
+        raise InvalidPlanError(
+            f"admission to slot {admit.slot}: {values} prompt logprobs, "
+            f"{MAX_BATCH_LOGPROBS} allowed"
+        )
 
 
-def _without_unknown_stops(sampling: SamplingSpec, vocab_size: int) -> SamplingSpec:
-    """A stop token outside the vocabulary never comes; the sampler must not index with it."""
-    if _in_range(sampling.stop_token_ids, vocab_size):
+def _scores(admit: Admit) -> RowScores | None:
+    """Empty; None where no logprobs are wanted."""
+    if admit.sampling.num_logprobs is None:
+        return None
+    if admit.sampling.prompt_logprobs and admit.emit_from == 0:
+        return RowScores(scored_from=1, num_prompt_rows=admit.prompt_len - 1)
+    return RowScores(scored_from=admit.prompt_len + admit.emit_from, num_prompt_rows=0)
+
+
+def _without_unknown_tokens(sampling: SamplingSpec, vocab_size: int) -> SamplingSpec:
+    """A token outside the vocabulary never comes; the sampler must not index with it."""
+    if all(bias[0] < vocab_size for bias in sampling.logit_bias) and _in_range(
+        sampling.stop_token_ids, vocab_size
+    ):
         return sampling
-    known = tuple(t for t in sampling.stop_token_ids if 0 <= t < vocab_size)
-    return dataclasses.replace(sampling, stop_token_ids=known)
+    return dataclasses.replace(
+        sampling,
+        stop_token_ids=tuple(t for t in sampling.stop_token_ids if 0 <= t < vocab_size),
+        logit_bias=tuple(bias for bias in sampling.logit_bias if bias[0] < vocab_size),
+    )
 
 
 def _in_range(values: Sequence[int], bound: int) -> bool:
@@ -269,7 +336,10 @@ def stage_rows(
             written.update(blocks[first : last + 1])
         num_blocks_written += last + 1 - first
         samples = end == known
-        pending.append(PendingRow(row, num_tokens, samples))
+        scored: Sequence[int] = ()
+        if row.scores is not None:
+            scored = row.tokens[max(start + 1, row.scores.scored_from) : end + 1]
+        pending.append(PendingRow(row, num_tokens, samples, len(scored)))
         scheduled.append(
             ScheduledRow(
                 slot=slot,
@@ -279,6 +349,8 @@ def stage_rows(
                 samples=samples,
                 output_position=known - row.prompt_len,
                 sampling=row.sampling,
+                scored_token_ids=scored,
+                history=row.history,
             )
         )
     if total > limits.max_num_batched_tokens:

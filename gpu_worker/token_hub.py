@@ -3,9 +3,9 @@
 Lives on the event loop's thread. A batch goes into the outbox of its reply_to whether or not the
 gateway is connected; a stream sends from the outbox by sequence, so a slow gateway holds up nobody.
 
-Bounds: `max_batches` per outbox, the oldest dropped first; a stream that has not sent what is
-dropped ends, and the next subscription is told of the gap. MAX_OUTBOXES outboxes, the one unused
-for longest dropped first; GONE_S without a stream drops an outbox.
+Bounds: `max_batches` and MAX_OUTBOX_LOGPROBS per outbox, the oldest dropped first; a stream that
+has not sent what is dropped ends, and the next subscription is told of the gap. MAX_OUTBOXES
+outboxes, the one unused for longest dropped first; GONE_S without a stream drops an outbox.
 
 Invariant: batch i of an outbox has the sequence `first_sequence + i`.
 """
@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 
 from structlog.typing import FilteringBoundLogger
 
-from gpu_worker.messages import Subscribe, TokenBatch
+from gpu_worker.messages import MAX_BATCH_LOGPROBS, Subscribe, TokenBatch
 
 GONE_S = 60.0
+# 64 MiB: a logprob with its token id takes eight bytes. The newest batch stays whatever it holds.
+MAX_OUTBOX_LOGPROBS = 8 * MAX_BATCH_LOGPROBS
 MAX_OUTBOXES = 1024
 _BATCHES_A_TURN = 64
 
@@ -37,6 +39,7 @@ class HubFullError(Exception):
 class _Outbox:
     batches: deque[TokenBatch] = field(default_factory=deque)
     first_sequence: int = 1
+    num_logprobs: int = 0
     stream: "TokenStream | None" = None
     unused_since_s: float = 0.0
 
@@ -44,10 +47,33 @@ class _Outbox:
     def last_sequence(self) -> int:
         return self.first_sequence + len(self.batches) - 1
 
-    def drop_through(self, sequence: int) -> None:
+    def add(self, batch: TokenBatch) -> None:
+        self.batches.append(batch)
+        if batch.logprobs:
+            self.num_logprobs += _num_logprobs(batch)
+
+    def drop_through(self, sequence: int) -> int:
+        """Returns how many batches that were."""
+        before = len(self.batches)
         while self.batches and self.first_sequence <= sequence:
-            self.batches.popleft()
+            batch = self.batches.popleft()
             self.first_sequence += 1
+            if batch.logprobs:
+                self.num_logprobs -= _num_logprobs(batch)
+        return before - len(self.batches)
+
+    def make_room(self, max_batches: int) -> int:
+        """Drops the oldest batches while there are too many; returns how many that were."""
+        num_dropped = 0
+        while len(self.batches) > max_batches or (
+            self.num_logprobs > MAX_OUTBOX_LOGPROBS and len(self.batches) > 1
+        ):
+            num_dropped += self.drop_through(self.first_sequence)
+        return num_dropped
+
+
+def _num_logprobs(batch: TokenBatch) -> int:
+    return sum(entry.num_values for entry in batch.logprobs)
 
 
 class TokenStream:
@@ -121,16 +147,14 @@ class TokenHub:
         return sum(len(box.batches) for box in self._outboxes.values() if box.stream is not None)
 
     def publish(self, batches: Sequence[tuple[bytes, TokenBatch]]) -> None:
-        """One step's batches, at most one for each reply_to."""
+        """One step's batches, in the order in which each gateway is to get its own."""
         for reply_to, batch in batches:
             outbox = self._outboxes.get(reply_to) or self._new_outbox(reply_to)
             if outbox is None:
                 self.num_dropped_batches += 1
                 continue
-            if len(outbox.batches) >= self._max_batches:
-                outbox.drop_through(outbox.first_sequence)
-                self.num_dropped_batches += 1
-            outbox.batches.append(batch)
+            outbox.add(batch)
+            self.num_dropped_batches += outbox.make_room(self._max_batches)
             if outbox.stream is not None:
                 outbox.stream.wake.set()
 

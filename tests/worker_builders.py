@@ -129,15 +129,27 @@ def _admit_message(admit: Admit) -> worker_pb2.Admit:
         num_computed_tokens=admit.num_computed_tokens,
         num_cached_tokens=admit.num_cached_tokens,
         block_ids=admit.block_ids,
-        sampling=common_pb2.SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            stop_token_ids=sampling.stop_token_ids,
-            min_tokens=sampling.min_tokens,
-        ),
+        sampling=_sampling_message(sampling),
         sample_index=sampling.sample_index,
         kind=worker_pb2.Admit.KIND_GENERATE,
+    )
+
+
+def _sampling_message(spec: SamplingSpec) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(
+        max_tokens=spec.max_tokens,
+        temperature=spec.temperature,
+        top_p=spec.top_p,
+        top_k=spec.top_k,
+        seed=spec.seed,
+        stop_token_ids=spec.stop_token_ids,
+        min_tokens=spec.min_tokens,
+        min_p=spec.min_p,
+        presence_penalty=spec.presence_penalty,
+        frequency_penalty=spec.frequency_penalty,
+        repetition_penalty=spec.repetition_penalty,
+        logit_bias_token_ids=[token for token, _ in spec.logit_bias],
+        logit_biases=[bias for _, bias in spec.logit_bias],
+        num_logprobs=spec.num_logprobs,
+        prompt_logprobs=spec.prompt_logprobs,
     )

@@ -1,6 +1,8 @@
 """worker.proto as the worker speaks it: digest values, bytes of messages, codec round trips."""
 
+import dataclasses
 import enum
+from array import array
 
 import hypothesis.strategies as st
 import pytest
@@ -10,6 +12,7 @@ from quire.v1 import common_pb2, queue_pb2, worker_pb2
 
 from gpu_worker import codec, digest
 from gpu_worker.messages import (
+    MAX_BATCH_LOGPROBS,
     Acknowledge,
     Admit,
     CancelRow,
@@ -30,11 +33,14 @@ from gpu_worker.messages import (
     Subscribe,
     Subscriptions,
     TokenBatch,
+    TokenLogprobs,
 )
 from gpu_worker.ports import CacheGroupSpec, RunnerInfo, SamplingSpec
+from gpu_worker.replica import Refusal, Replica
 from gpu_worker.session import SCHEMA_REVISION
 from scheduler_svc.core import digest as scheduler_digest
-from tests.worker_builders import PlanScript, make_admit, plan_message, request_id
+from servicekit import grpc_server
+from tests.worker_builders import LIMITS, PlanScript, make_admit, plan_message, request_id
 
 INFO = RunnerInfo(
     model_digest="d" * 64,
@@ -123,6 +129,13 @@ sampling_specs = st.builds(
     stop_token_ids=tokens,
     min_tokens=u32,
     sample_index=u32,
+    min_p=floats,
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    repetition_penalty=floats.filter(bool),
+    logit_bias=st.lists(st.tuples(u32, floats), max_size=3).map(tuple),
+    num_logprobs=st.none() | u32,
+    prompt_logprobs=st.booleans(),
 )
 admits = st.builds(
     Admit,
@@ -179,6 +192,25 @@ def test_an_admission_of_an_unknown_kind_is_marked() -> None:
     assert codec.step_plan(message).admits[0].generates
     message.admits[0].kind = 2  # type: ignore[assignment]
     assert not codec.step_plan(message).admits[0].generates
+
+
+def test_what_an_admission_leaves_out_has_the_defaults() -> None:
+    message = plan_message(PlanScript().plan(admits=[make_admit()]))
+    params = common_pb2.SamplingParams(max_tokens=4, top_p=1.0)
+    message.admits[0].sampling.CopyFrom(params)
+    assert codec.step_plan(message).admits[0].sampling == SamplingSpec(max_tokens=4)
+
+
+@pytest.mark.parametrize(("ids", "biases"), [([1, 2], [1.0]), ([1], [1.0, 2.0])])
+def test_a_bias_without_its_half_is_left_for_the_replica_to_refuse(
+    ids: list[int], biases: list[float]
+) -> None:
+    message = plan_message(PlanScript().plan(admits=[make_admit()]))
+    message.admits[0].sampling.logit_bias_token_ids.extend(ids)
+    message.admits[0].sampling.logit_biases.extend(biases)
+    plan = codec.step_plan(message)
+    assert plan.admits[0].sampling.logit_bias[0] == (1, 1.0)
+    assert isinstance(Replica(LIMITS).apply(plan), Refusal)
 
 
 def test_open_and_what_is_unknown() -> None:
@@ -277,6 +309,47 @@ def test_a_token_batch_keeps_its_columns() -> None:
     assert list(message.num_cached_tokens) == [16, 0]
 
 
+SCORED = dataclasses.replace(
+    BATCH,
+    logprobs=[
+        TokenLogprobs(
+            entry=0,
+            num_prompt_rows=1,
+            num_top=2,
+            logprobs=array("f", [-1.0, -0.5, -2.0]),
+            top_token_ids=array("i", [7, 8, 5, 300, 6, 70_000]),
+            top_logprobs=array("f", [-0.25, -1.0, -0.5, -0.75, -2.0, -3.0]),
+        )
+    ],
+)
+
+
+def test_a_token_batch_keeps_its_logprobs() -> None:
+    assert codec.token_batch(12, BATCH).batch.logprobs == []
+    (entry,) = codec.token_batch(12, SCORED).batch.logprobs
+    assert (entry.entry, entry.num_prompt_rows, entry.num_top) == (0, 1, 2)
+    assert list(entry.logprobs) == [-1.0, -0.5, -2.0]
+    assert list(entry.top_token_ids) == [7, 8, 5, 300, 6, 70_000]
+    assert list(entry.top_logprobs) == [-0.25, -1.0, -0.5, -0.75, -2.0, -3.0]
+
+
+def test_the_fullest_batch_is_under_the_bound_of_a_message() -> None:
+    """With the largest token ids, whose varints are the longest."""
+    num_top = 20
+    num_rows = MAX_BATCH_LOGPROBS // (1 + num_top)
+    entry = TokenLogprobs(
+        entry=0,
+        num_prompt_rows=num_rows - 1,
+        num_top=num_top,
+        logprobs=array("f", [-1.5]) * num_rows,
+        top_token_ids=array("i", [2**31 - 1]) * (num_rows * num_top),
+        top_logprobs=array("f", [-2.5]) * (num_rows * num_top),
+    )
+    assert entry.num_values <= MAX_BATCH_LOGPROBS
+    message = codec.token_batch(1, dataclasses.replace(BATCH, logprobs=[entry]))
+    assert message.ByteSize() < 0.6 * grpc_server.MAX_MESSAGE_BYTES
+
+
 def test_the_other_messages_say_what_they_are_given() -> None:
     snapshot = Snapshot(
         slots=[
@@ -343,6 +416,12 @@ GOLDEN = {
         codec.token_batch(12, BATCH),
         "123e080c10091a20726571756573742d3030303030303031726571756573742d3030303030303032"
         "220201032a020007320202003a020506420200044a021000",
+    ),
+    "scored batch": (
+        codec.token_batch(12, SCORED),
+        "1277080c10091a20726571756573742d3030303030303031726571756573742d3030303030303032"
+        "220201032a020007320202003a020506420200044a021000523710011a0c000080bf000000bf000000c0"
+        "20022a09070805ac0206f0a2043218000080be000080bf000000bf000040bf000000c0000040c0",
     ),
 }
 

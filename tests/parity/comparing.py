@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpu_worker import sampler
-from gpu_worker.ports import ModelRunner, SamplingSpec
+from gpu_worker.ports import ModelRunner
 from tests.parity.fake_scheduler import Request
 
 NEAR_TIE = 1e-4
@@ -44,10 +44,8 @@ def recorded_logits() -> Iterator[Recording]:
     recording: Recording = {}
     original = sampler.sample
 
-    def recording_sample(
-        logits: torch.Tensor, rows: Sequence[tuple[SamplingSpec, int]]
-    ) -> sampler.Sampled:
-        for row, (spec, position) in zip(logits, rows, strict=True):
+    def recording_sample(logits: torch.Tensor, rows: Sequence[sampler.Row]) -> sampler.Sampled:
+        for row, (spec, position, _) in zip(logits, rows, strict=True):
             recording[spec.seed, position] = row.float().clone()
         return original(logits, rows)
 

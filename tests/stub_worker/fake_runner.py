@@ -3,16 +3,18 @@
 `history` takes the next token from all tokens before it, kept in the fake's own paged cache, so
 that a wrong block table, a wrong position or a lost token changes what comes after. `seed` takes it
 from (seed, sample index, output position) alone, so that a lost request repeats the same tokens on
-any worker even if the tables were wrong.
+any worker even if the tables were wrong. Logprobs are those of fake_logprobs.
 """
 
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from gpu_worker.ports import (
     BrokenDeviceError,
     CacheGroupSpec,
+    LogprobRows,
     OutOfDeviceMemoryError,
     RunnerInfo,
     ScheduledRow,
@@ -85,6 +87,17 @@ def _in_vocabulary(state: int, options: FakeOptions) -> int:
     return options.first_token + state % (options.vocab_size - options.first_token)
 
 
+def fake_logprobs(token_ids: Sequence[int], num_top: int, vocab_size: int) -> LogprobRows:
+    """-0.5 for each token; beside it the token itself and those after it, one less each."""
+    tops = range(min(num_top, vocab_size))
+    return LogprobRows(
+        num_top=len(tops),
+        logprobs=array("f", [-0.5] * len(token_ids)),
+        top_token_ids=array("i", [(token + k) % vocab_size for token in token_ids for k in tops]),
+        top_logprobs=array("f", [-0.5 - k for _ in token_ids for k in tops]),
+    )
+
+
 class FakeRunner:
     """See FakeOptions. Keeps (position, token) per cache place and nothing of requests."""
 
@@ -123,14 +136,19 @@ class FakeRunner:
         for row in rows:
             self._store(row)
         failed = {index for index, _ in failures}
-        token_ids = tuple(
-            None if index in failed else self._sample(row)
+        tokens = {
+            index: None if index in failed else self._sample(row)
             for index, row in enumerate(rows)
             if row.samples
-        )
+        }
         return StepOutput(
-            token_ids=token_ids,
+            token_ids=tuple(tokens.values()),
             failures=failures,
+            logprobs=tuple(
+                (index, self._score(row, tokens.get(index)))
+                for index, row in enumerate(rows)
+                if row.sampling.num_logprobs is not None
+            ),
             forward_us=(time.perf_counter_ns() - begin) // 1000,
         )
 
@@ -151,6 +169,10 @@ class FakeRunner:
         size = self.options.block_size
         for position, token in enumerate(row.token_ids, row.start):
             self._cache[row.block_ids[position // size], position % size] = (position, token)
+
+    def _score(self, row: ScheduledRow, token: int | None) -> LogprobRows:
+        scored = [*row.scored_token_ids, *(() if token is None else (token,))]
+        return fake_logprobs(scored, row.sampling.num_logprobs or 0, self.options.vocab_size)
 
     def _sample(self, row: ScheduledRow) -> int:
         sampling = row.sampling

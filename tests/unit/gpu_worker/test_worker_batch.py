@@ -1,5 +1,6 @@
 """The flat arrays of a step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ class Row:
     start: int
     block_ids: list[int]
     samples: bool = True
+    scored_token_ids: Sequence[int] = ()
 
 
 def test_mixed_rows_lie_one_after_the_other() -> None:
@@ -43,6 +45,21 @@ def test_mixed_rows_lie_one_after_the_other() -> None:
     assert batch.query_start_loc.dtype == np.int32
 
 
+def test_scored_tokens_follow_the_last_positions() -> None:
+    rows = [
+        Row([1, 2, 3, 4], 0, [8], samples=False, scored_token_ids=[3, 4, 5]),
+        Row([7], 5, [3, 9]),
+        Row([6, 7, 8], 0, [11], scored_token_ids=[7, 8]),
+        Row([9, 9], 0, [12], scored_token_ids=[9]),
+    ]
+    batch = BatchBuilder(LIMITS).build(rows)
+    assert batch.scored_rows == (0, 2, 3)
+    assert batch.scored_indices.tolist() == [1, 2, 3, 5, 6, 8]
+    assert batch.logits_indices.tolist() == [4, 7, 9]
+    plain = BatchBuilder(LIMITS).build(rows[1:2])
+    assert (plain.scored_rows, len(plain.scored_indices)) == ((), 0)
+
+
 def test_buffers_are_reused_and_padding_is_block_zero() -> None:
     builder = BatchBuilder(LIMITS)
     first = builder.build([Row([1] * 12, 0, [5, 6, 7]), Row([2] * 12, 0, [8, 9, 10])])
@@ -62,6 +79,8 @@ def test_buffers_are_reused_and_padding_is_block_zero() -> None:
         (Row([-1], 0, [1]), "outside the vocabulary of 100"),
         (Row([1], 4, [1]), "1 blocks do not cover 5 tokens"),
         (Row([1], 0, [50]), "outside the cache of 50"),
+        (Row([1, 2], 0, [1], scored_token_ids=[1, 2]), "more tokens are scored than computed"),
+        (Row([1, 2], 0, [1], scored_token_ids=[100]), "scored token is outside the vocabulary"),
     ],
 )
 def test_a_row_that_cannot_be_right_fails_alone(row: Row, reason: str) -> None:

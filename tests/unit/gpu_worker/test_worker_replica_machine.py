@@ -1,17 +1,25 @@
 """Random valid plans against a model of the worker that keeps whole lists and no differences."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gpu_worker.messages import Admit, FinishReason
+from gpu_worker.messages import Admit, FinishReason, TokenLogprobs
 from gpu_worker.ports import SamplingSpec, StepOutput
 from gpu_worker.replica import AppliedPlan, Replica
+from tests.stub_worker.fake_runner import fake_logprobs
 from tests.worker_builders import GATEWAY_A, GATEWAY_B, LIMITS, PlanScript, make_admit, request_id
 
 STOP_TOKEN = 7
+WANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_logprobs": 0},
+    {"num_logprobs": 2},
+    {"num_logprobs": 1, "prompt_logprobs": True},
+)
 
 
 @dataclass
@@ -28,6 +36,24 @@ class NaiveRow:
     @property
     def tokens(self) -> list[int]:
         return list(self.admit.token_ids[: self.admit.prompt_len]) + self.outputs
+
+    @property
+    def scored_from(self) -> int:
+        """Place of the first token whose logprob is wanted; behind all where none is."""
+        spec = self.admit.sampling
+        if spec.num_logprobs is None:
+            return 10**6
+        if spec.prompt_logprobs and self.admit.emit_from == 0:
+            return 1
+        return self.admit.prompt_len + self.admit.emit_from
+
+    @property
+    def sendable(self) -> list[int]:
+        """Output that has not been given; with logprobs, what of it follows computed tokens."""
+        end = len(self.outputs)
+        if self.admit.sampling.num_logprobs is not None:
+            end = min(end, max(0, self.computed + 1 - self.admit.prompt_len))
+        return self.outputs[self.given : end]
 
 
 @dataclass
@@ -69,6 +95,12 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.num_requests += 1
         self.generations[slot] = self.generations.get(slot, 0) + 1
         num_outputs = min(num_outputs, len(tokens) - 1)
+        prompt_len = len(tokens) - num_outputs
+        emit_from = data.draw(st.integers(0, num_outputs))
+        wants = data.draw(st.sampled_from(WANTS))
+        most = len(tokens) - 1 if not wants else prompt_len - 1 + emit_from
+        if "prompt_logprobs" in wants and emit_from == 0:
+            most = 0
         blocks = [self.free.pop() for _ in range(num_blocks)]
         admit = make_admit(
             slot,
@@ -76,11 +108,11 @@ class ReplicaMachine(RuleBasedStateMachine):
             request_id=request_id(self.num_requests),
             reply_to=data.draw(st.sampled_from([GATEWAY_A, GATEWAY_B])),
             token_ids=tuple(tokens),
-            prompt_len=len(tokens) - num_outputs,
-            emit_from=data.draw(st.integers(0, num_outputs)),
-            num_computed_tokens=data.draw(st.integers(0, len(tokens) - 1)),
+            prompt_len=prompt_len,
+            emit_from=emit_from,
+            num_computed_tokens=data.draw(st.integers(0, most)),
             block_ids=tuple(blocks),
-            sampling=SamplingSpec(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,)),
+            sampling=SamplingSpec(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,), **wants),
         )
         self.change.admits.append(admit)
         self.rows[slot] = NaiveRow(
@@ -130,13 +162,23 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.replica.check_invariants()
         self.check_rows(applied)
         sampled = [data.draw(st.integers(0, 20)) for row in applied.rows if row.samples]
-        done = self.replica.complete(StepOutput(token_ids=tuple(sampled)))
+        done = self.replica.complete(self.output(applied, sampled))
         self.replica.check_invariants()
         expected = self.advance(applied, sampled)
         assert dict(zip(done.finished_slots, done.finish_reasons, strict=True)) == {
             slot: row.ended for slot, row in expected.items() if row.ended is not None
         }
         self.check_batches(done.batches, expected)
+
+    def output(self, applied: AppliedPlan, sampled: list[int]) -> StepOutput:
+        """What a runner says, with made-up logprobs of the tokens it is asked for."""
+        tokens = iter(sampled)
+        logprobs = []
+        for index, row in enumerate(applied.rows):
+            scored = [*row.scored_token_ids, *((next(tokens),) if row.samples else ())]
+            if row.sampling.num_logprobs is not None:
+                logprobs.append((index, fake_logprobs(scored, row.sampling.num_logprobs, 100)))
+        return StepOutput(token_ids=tuple(sampled), logprobs=tuple(logprobs))
 
     def choose(self, data: st.DataObject) -> dict[int, int]:
         """Rows for the step, with growth where their tables are too short."""
@@ -172,6 +214,9 @@ class ReplicaMachine(RuleBasedStateMachine):
             assert (row.start, list(row.block_ids)) == (naive.computed, naive.blocks)
             assert row.samples == (end == len(naive.tokens))
             assert row.output_position == len(naive.outputs)
+            wanted = range(max(naive.computed + 1, naive.scored_from), end + 1)
+            scored = [naive.tokens[place] for place in wanted if place < len(naive.tokens)]
+            assert list(row.scored_token_ids) == scored
 
     def advance(self, applied: AppliedPlan, sampled: list[int]) -> dict[int, NaiveRow]:
         tokens = iter(sampled)
@@ -193,6 +238,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     def check_batches(self, batches: object, expected: dict[int, NaiveRow]) -> None:
         given: dict[bytes, tuple[bytes, int, list[int]]] = {}
+        scored: dict[bytes, TokenLogprobs] = {}
         for reply_to, batch in batches:  # type: ignore[attr-defined]
             at = 0
             for index, request in enumerate(batch.request_ids):
@@ -200,15 +246,33 @@ class ReplicaMachine(RuleBasedStateMachine):
                 tokens = batch.token_ids[at : at + count]
                 given[request] = (reply_to, batch.first_positions[index], tokens)
                 at += count
+            scored |= {batch.request_ids[entry.entry]: entry for entry in batch.logprobs}
         for row in expected.values():
-            new = row.outputs[row.given :]
+            new = row.sendable
             entry = given.pop(row.admit.request_id, None)
             if new or row.ended is not None:
                 assert entry == (row.admit.reply_to, row.given, new)
             else:
                 assert entry is None
-            row.given = len(row.outputs)
+            self.check_logprobs(row, new, scored.pop(row.admit.request_id, None))
+            row.given += len(new)
         assert not given
+        assert not scored
+
+    def check_logprobs(self, row: NaiveRow, new: list[int], entry: TokenLogprobs | None) -> None:
+        """One for each token that is sent, after those of the prompt with output position 0."""
+        spec = row.admit.sampling
+        if spec.num_logprobs is None or not new:
+            assert entry is None
+            return
+        assert entry is not None
+        whole = spec.prompt_logprobs and row.given == 0
+        prompt = row.admit.token_ids[1 : row.admit.prompt_len] if whole else ()
+        assert entry.num_prompt_rows == len(prompt)
+        expected = fake_logprobs([*prompt, *new], spec.num_logprobs, 100)
+        assert (entry.num_top, entry.logprobs) == (expected.num_top, expected.logprobs)
+        assert entry.top_token_ids == expected.top_token_ids
+        assert entry.top_logprobs == expected.top_logprobs
 
     @invariant()
     def live_rows_agree(self) -> None:

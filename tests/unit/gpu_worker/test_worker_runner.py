@@ -57,6 +57,7 @@ def load(folder: Path, **changes: Any) -> TorchRunner:
         "num_threads": 1,
         "block_size": 4,
         "num_gpu_blocks_override": 32,
+        "attention_backend": "torch",
         **changes,
     }
     argv = [

@@ -24,6 +24,11 @@ def logits(num_rows: int, vocabulary: int = 5000, seed: int = 0) -> torch.Tensor
     return torch.randn(num_rows, vocabulary, generator=generator) * 3
 
 
+def sample(scores: torch.Tensor, rows: Rows) -> sampler.Sampled:
+    """Tokens of rows without penalties."""
+    return sampler.sample(scores, [(chosen, position, None) for chosen, position in rows])
+
+
 def test_noise_is_philox_4x32_10() -> None:
     # Known answers of Random123 for counter and key of zeros and of ones.
     words = sampler.philox(np.zeros(1, dtype=np.uint64), 0, 0, 0)
@@ -76,13 +81,13 @@ MIXED = [
 def test_a_token_does_not_depend_on_the_batch() -> None:
     rows: Rows = MIXED * 3
     scores = logits(len(rows))
-    together = sampler.sample(scores, rows)
+    together = sample(scores, rows)
     assert together.failures == ()
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(5)).tolist()
-    shuffled = sampler.sample(scores[order], [rows[i] for i in order])
+    shuffled = sample(scores[order], [rows[i] for i in order])
     for at, index in enumerate(order):
         assert shuffled.token_ids[at] == together.token_ids[index]
-        alone = sampler.sample(scores[index : index + 1].clone(), [rows[index]])
+        alone = sample(scores[index : index + 1].clone(), [rows[index]])
         assert alone.token_ids == (together.token_ids[index],)
 
 
@@ -90,7 +95,7 @@ def test_logits_are_left_as_they_were() -> None:
     rows: Rows = [(spec(min_tokens=5, stop_token_ids=(1, 2), temperature=t), 0) for t in (0.0, 1.0)]
     scores = logits(2)
     before = scores.clone()
-    sampler.sample(scores, rows)
+    sample(scores, rows)
     assert torch.equal(scores, before)
 
 
@@ -180,7 +185,7 @@ def test_equal_logits_and_top_k_one_take_the_first(temperature: float) -> None:
     scores = torch.zeros(3, 4000)
     scores[:, [17, 900, 3999]] = 5.0
     chosen = spec(temperature=temperature, top_k=1)
-    assert sampler.sample(scores, [(chosen, 0)] * 3).token_ids == (17, 17, 17)
+    assert sample(scores, [(chosen, 0)] * 3).token_ids == (17, 17, 17)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -189,7 +194,7 @@ def test_stop_tokens_wait_for_min_tokens(temperature: float) -> None:
     scores[0, 42] = 50.0
     scores[0, 43] = 40.0
     chosen = spec(temperature=temperature, min_tokens=3, stop_token_ids=(42, 7, 100_000))
-    tokens = [sampler.sample(scores, [(chosen, at)]).token_ids[0] for at in range(5)]
+    tokens = [sample(scores, [(chosen, at)]).token_ids[0] for at in range(5)]
     assert tokens == [43, 43, 43, 42, 42]
 
 
@@ -202,7 +207,7 @@ def test_bad_logits_fail_their_row_alone(temperature: float, bad: float | str) -
     else:
         scores[1, 20] = bad
     rows: Rows = [(spec(temperature=temperature), 0)] * 3
-    result = sampler.sample(scores, rows)
+    result = sample(scores, rows)
     assert result.failures == ((1, "logits are not finite"),)
     assert result.token_ids[1] is None
     assert None not in (result.token_ids[0], result.token_ids[2])
@@ -210,7 +215,7 @@ def test_bad_logits_fail_their_row_alone(temperature: float, bad: float | str) -
 
 def test_an_exception_is_its_row_alone() -> None:
     rows: Rows = [(spec(), 0), (spec(seed="x"), 0), (spec(), 0)]
-    result = sampler.sample(logits(3), rows)
+    result = sample(logits(3), rows)
     assert [index for index, _ in result.failures] == [1]
     assert result.token_ids[0] is not None
     assert result.token_ids[2] is not None
@@ -218,6 +223,6 @@ def test_an_exception_is_its_row_alone() -> None:
 
 def test_bfloat16_and_no_rows() -> None:
     scores = logits(2).bfloat16()
-    result = sampler.sample(scores, [(spec(temperature=0.0), 0), (spec(), 0)])
+    result = sample(scores, [(spec(temperature=0.0), 0), (spec(), 0)])
     assert result.token_ids[0] == int(scores[0].float().argmax())
-    assert sampler.sample(scores[:0], []) == sampler.Sampled(token_ids=(), failures=())
+    assert sample(scores[:0], []) == sampler.Sampled(token_ids=(), failures=())

@@ -7,13 +7,24 @@ import pytest
 from hypothesis import given
 
 from gpu_worker import token_hub
-from gpu_worker.messages import Subscribe, TokenBatch
+from gpu_worker.messages import Subscribe, TokenBatch, TokenLogprobs
 from gpu_worker.token_hub import HubFullError, StreamEndedError, TokenHub, TokenStream
 from servicekit.logs import get_logger
+from tests.stub_worker.fake_runner import fake_logprobs
 from tests.worker_builders import GATEWAY_A, GATEWAY_B
 
 
-def batch(step: int) -> TokenBatch:
+def batch(step: int, num_logprobs: int = 0) -> TokenBatch:
+    """One token; with logprobs, so many of the likeliest tokens beside it."""
+    scores = fake_logprobs([step], num_logprobs, 1 << 30)
+    entry = TokenLogprobs(
+        entry=0,
+        num_prompt_rows=0,
+        num_top=scores.num_top,
+        logprobs=scores.logprobs,
+        top_token_ids=scores.top_token_ids,
+        top_logprobs=scores.top_logprobs,
+    )
     return TokenBatch(
         step=step,
         request_ids=[b"r" * 16],
@@ -23,6 +34,7 @@ def batch(step: int) -> TokenBatch:
         token_ids=[step],
         finish_reasons=[0],
         num_cached_tokens=[0],
+        logprobs=[entry] if num_logprobs else (),
     )
 
 
@@ -105,6 +117,34 @@ def test_a_full_outbox_drops_its_oldest_batches_and_says_so() -> None:
     stream = bench.subscribe()
     assert stream.gap
     assert steps(stream) == [(7, 6), (8, 7), (9, 8), (10, 9)]
+
+
+def test_logprobs_have_a_bound_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_hub, "MAX_OUTBOX_LOGPROBS", 20)
+    bench = Bench()
+    for step in range(4):
+        bench.hub.publish([(GATEWAY_A, batch(step, num_logprobs=9))])
+    assert (bench.hub.num_batches, bench.hub.num_dropped_batches) == (2, 2)
+    bench.publish(4, 5)
+    assert bench.hub.num_batches == 4
+    bench.hub.publish([(GATEWAY_A, batch(6, num_logprobs=99))])
+    assert bench.hub.num_batches == 1, "the newest stays whatever it holds"
+    stream = bench.subscribe()
+    assert stream.gap
+    ((sequence, sent),) = stream.next_batches()
+    assert (sequence, sent.logprobs) == (7, batch(6, num_logprobs=99).logprobs)
+
+
+def test_acknowledged_logprobs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_hub, "MAX_OUTBOX_LOGPROBS", 20)
+    bench = Bench()
+    stream = bench.subscribe()
+    for step in range(50):
+        bench.hub.publish([(GATEWAY_A, batch(step, num_logprobs=9))])
+        ((sequence, _),) = stream.next_batches()
+        if step % 2:
+            stream.acknowledge(sequence)
+    assert bench.hub.num_dropped_batches == 0
 
 
 def test_no_gap_is_told_when_only_received_batches_were_dropped() -> None:

@@ -1,0 +1,202 @@
+"""Owns logprobs: of tokens already known, of those just sampled, and of the likeliest beside each.
+
+A logprob is the natural log softmax of the model's own logits, in fp32. The likeliest tokens are
+the largest logits, equal ones by token id. Known tokens are scored as their positions are computed;
+of many positions no more than SLICE have their logits in memory at once: the model's backbone runs
+once, and its head over one slice after the other.
+
+A row whose logits are not finite at a scored position fails alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gpu_worker import models
+from gpu_worker.attention import PagedContext, StepTables
+from gpu_worker.batch import FlatBatch
+from gpu_worker.ports import LogprobRows, ScheduledRow
+
+SLICE = 256
+
+Floats = npt.NDArray[np.float32]
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Of n positions: logprobs [n] of their tokens, and the likeliest tokens [n, most wanted].
+
+    A logprob is NaN where the logits are not finite.
+    """
+
+    logprobs: Floats
+    top_token_ids: Int32s
+    top_logprobs: Floats
+
+
+def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scores:
+    """`logits` [n, vocabulary] against the n tokens that follow. Does not change `logits`."""
+    wide = logits.float()
+    total = wide.logsumexp(-1, keepdim=True)
+    total = torch.where(total.isfinite(), total, torch.nan)
+    own = wide.gather(-1, token_ids[:, None]) - total
+    top = _largest(wide, min(num_top, wide.shape[-1]))
+    return Scores(
+        logprobs=own[:, 0].cpu().numpy(),
+        top_token_ids=top.cpu().numpy().astype(np.int32),
+        top_logprobs=(wide.gather(-1, top) - total).cpu().numpy(),
+    )
+
+
+def _largest(logits: Tensor, count: int) -> Tensor:
+    """Ids [n, count] of the largest, largest first, equal ones by id, whatever topk does."""
+    values, ids = logits.topk(count)
+    if not count:
+        return ids
+    least = values[:, -1:]
+    num_taken, num_equal = (values == least).sum(-1), (logits == least).sum(-1)
+    for row in (num_taken < num_equal).nonzero()[:, 0].tolist():
+        # More tokens equal the last one than there is room for: the first of them.
+        taken = int(num_taken[row])
+        ids[row, count - taken :] = (logits[row] == least[row]).nonzero()[:taken, 0]
+    ids = ids.sort(-1).values
+    order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(-1, order)
+
+
+def forward(
+    model: models.LoadedModel,
+    context: PagedContext,
+    step: StepTables,
+    batch: FlatBatch,
+    rows: Sequence[ScheduledRow],
+) -> tuple[Tensor, Scores]:
+    """As models.forward of the rows that sample; and the scores of batch.scored_indices."""
+    device = model.device
+    token_ids, positions, sampling, scored = (
+        torch.from_numpy(array).to(device)
+        for array in (batch.token_ids, batch.positions, batch.logits_indices, batch.scored_indices)
+    )
+    wanted = [rows[index] for index in batch.scored_rows]
+    next_ids = torch.tensor([t for row in wanted for t in row.scored_token_ids], device=device)
+    num_top = max(row.sampling.num_logprobs or 0 for row in wanted)
+    size = SLICE if _has_head_of_its_own(model) else len(scored)
+    with ExitStack() as stack:
+        kept: list[Any] = []
+        if len(scored) > size:
+            kept = stack.enter_context(_kept_output(model.module.base_model))
+        first = torch.cat((sampling, scored[:size]))
+        logits = models.forward(model, context, step, token_ids, positions, first)
+    parts = [score(logits[len(sampling) :], next_ids[:size], num_top)]
+    logits = logits[: len(sampling)]
+    for begin in range(size, len(scored), size):
+        part = slice(begin, begin + size)
+        head = _head(model.module, kept[0], token_ids, scored[part])
+        parts.append(score(head, next_ids[part], num_top))
+    return logits, Scores(
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        top_token_ids=np.concatenate([part.top_token_ids for part in parts]),
+        top_logprobs=np.concatenate([part.top_logprobs for part in parts]),
+    )
+
+
+def _has_head_of_its_own(model: models.LoadedModel) -> bool:
+    """Whether its logits can be had of some positions, without the layers before."""
+    return model.keeps_logits and model.module.base_model is not model.module
+
+
+@contextmanager
+def _kept_output(backbone: Any) -> Iterator[list[Any]]:
+    """Keeps what the backbone gives meanwhile."""
+    kept: list[Any] = []
+    hook = backbone.register_forward_hook(lambda _module, _given, output: kept.append(output))
+    try:
+        yield kept
+    finally:
+        hook.remove()
+
+
+def _head(module: Any, output: Any, token_ids: Tensor, indices: Tensor) -> Tensor:
+    """Logits at `indices` from what the backbone gave before, scaled or capped as the model does.
+
+    The model's own forward runs, with a backbone that answers at once.
+    """
+    backbone = module.base_model
+    before = vars(backbone).get("forward")
+    backbone.forward = lambda *_args, **_kwargs: output
+    try:
+        given = module(input_ids=token_ids[None], use_cache=False, logits_to_keep=indices)
+    finally:
+        if before is None:
+            del backbone.forward
+        else:
+            backbone.forward = before
+    logits: Tensor = given.logits[0]
+    return logits
+
+
+def step_logprobs(
+    rows: Sequence[ScheduledRow],
+    batch: FlatBatch,
+    known: Scores | None,
+    logits: Tensor,
+    tokens: dict[int, int | None],
+) -> tuple[dict[int, LogprobRows], dict[int, str]]:
+    """Logprobs of a step by row, and the reasons of rows that fail.
+
+    `tokens` has the rows that sample, in the order of `logits`, and what they got; None where that
+    failed. A row's logprobs are those of its scored tokens, then that of its sampled one.
+    """
+    found: dict[int, LogprobRows] = {}
+    failures: dict[int, str] = {}
+    if known is not None:
+        spans = [(index, len(rows[index].scored_token_ids)) for index in batch.scored_rows]
+        _share_out(known, spans, rows, found, failures)
+    asked = [
+        (place, index, token)
+        for place, (index, token) in enumerate(tokens.items())
+        if token is not None and rows[index].sampling.num_logprobs is not None
+    ]
+    if asked:
+        places, indices, chosen = zip(*asked, strict=True)
+        device = logits.device
+        num_top = max(rows[index].sampling.num_logprobs or 0 for index in indices)
+        scores = score(
+            logits[torch.tensor(places, device=device)],
+            torch.tensor(chosen, device=device),
+            num_top,
+        )
+        _share_out(scores, [(index, 1) for index in indices], rows, found, failures)
+    return {index: row for index, row in found.items() if index not in failures}, failures
+
+
+def _share_out(
+    scores: Scores,
+    spans: Sequence[tuple[int, int]],
+    rows: Sequence[ScheduledRow],
+    found: dict[int, LogprobRows],
+    failures: dict[int, str],
+) -> None:
+    """Adds to each row of `spans` (row, number of positions) its part."""
+    begin = 0
+    for index, count in spans:
+        part = slice(begin, begin + count)
+        begin += count
+        if np.isnan(scores.logprobs[part]).any():
+            failures[index] = "logits are not finite"
+            continue
+        num_top = min(rows[index].sampling.num_logprobs or 0, scores.top_token_ids.shape[1])
+        new = LogprobRows.from_bytes(
+            num_top,
+            scores.logprobs[part].tobytes(),
+            scores.top_token_ids[part, :num_top].tobytes(),
+            scores.top_logprobs[part, :num_top].tobytes(),
+        )
+        found[index] = found[index].then(new) if index in found else new
