@@ -88,6 +88,7 @@ class Gateway:
         self.last_sequence = 0
         self.outputs: dict[bytes, list[int]] = {}
         self.finishes: dict[bytes, int] = {}
+        self.logprobs: dict[bytes, list[worker_pb2.TokenLogprobs]] = {}
 
     async def subscribe(self, incarnation: int) -> worker_pb2.Subscribed:
         self.call = worker_pb2_grpc.TokensServiceStub(self.channel).Tokens()
@@ -113,6 +114,9 @@ class Gateway:
                 batch = (await self.call.read()).batch
             assert batch.sequence == self.last_sequence + 1
             self.last_sequence = batch.sequence
+            for entry in batch.logprobs:
+                request = batch.request_ids[16 * entry.entry : 16 * entry.entry + 16]
+                self.logprobs.setdefault(request, []).append(entry)
             at = 0
             for index, size in enumerate(batch.num_tokens):
                 request = batch.request_ids[16 * index : 16 * index + 16]

@@ -1,20 +1,16 @@
 """A whole worker in this process: real gRPC, a made-up model, scripted scheduler and gateways."""
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
-from gpu_worker import app, settings
 from gpu_worker.ports import SamplingSpec
-from servicekit import grpc_server
-from tests.stub_worker.fake_runner import FakeOptions, FakeRunner, token_from_history
+from tests.integration.worker.bench import OPTIONS, Bench, MakeBench
+from tests.stub_worker.fake_runner import token_from_history
 from tests.worker_builders import (
     GATEWAY_A,
     GATEWAY_B,
@@ -22,13 +18,9 @@ from tests.worker_builders import (
     make_admit,
     request_id,
 )
-from tests.worker_clients import Gateway, Scheduler, status_of
+from tests.worker_clients import status_of
 
-OPTIONS = FakeOptions(
-    step_ms=0.0, vocab_size=100, num_blocks=64, block_size=4, max_model_len=40, max_num_seqs=8
-)
 PROMPT = [11, 12, 13, 14, 15]
-NO_REDIS = "redis://127.0.0.1:1/0"
 
 
 def predict(count: int, prompt: list[int] | None = None) -> list[int]:
@@ -37,77 +29,6 @@ def predict(count: int, prompt: list[int] | None = None) -> list[int]:
     for _ in range(count):
         tokens.append(token_from_history(tokens, OPTIONS))
     return tokens[len(prompt or PROMPT) :]
-
-
-class Bench:
-    """A running worker with a channel for each peer."""
-
-    def __init__(self, options: FakeOptions, environ: dict[str, str]) -> None:
-        self.options = options
-        read = settings.load(
-            [],
-            {"QUIRE_REDIS_URL": NO_REDIS, "QUIRE_DRAIN_S": "3", "QUIRE_WORKER_ID": "w", **environ},
-        )
-        self.worker = app.Worker(read, lambda _settings, _log: FakeRunner(options))
-        self.stop = asyncio.Event()
-        self.running: asyncio.Task[int] | None = None
-        self.channels: list[grpc.aio.Channel] = []
-
-    async def start(self) -> None:
-        self.running = asyncio.ensure_future(self.worker.run(self.stop))
-        for _ in range(500):
-            if self.worker.port or self.running.done():
-                return
-            await asyncio.sleep(0.01)
-        pytest.fail("the worker does not listen")
-
-    def channel(self) -> grpc.aio.Channel:
-        channel = grpc_server.channel(f"127.0.0.1:{self.worker.port}")
-        self.channels.append(channel)
-        return channel
-
-    def scheduler(self) -> Scheduler:
-        return Scheduler(self.channel())
-
-    def gateway(self, reply_to: bytes = GATEWAY_A, name: str = "a") -> Gateway:
-        return Gateway(self.channel(), reply_to, name)
-
-    async def subscribed(self, reply_to: bytes = GATEWAY_A, name: str = "a") -> Gateway:
-        gateway = self.gateway(reply_to, name)
-        await gateway.subscribe(self.worker.incarnation)
-        return gateway
-
-    async def exit_code(self) -> int:
-        assert self.running is not None
-        async with asyncio.timeout(8):
-            return await self.running
-
-    async def close(self) -> None:
-        self.stop.set()
-        for channel in self.channels:
-            await channel.close()
-        if self.running is not None:
-            self.running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.running
-
-
-MakeBench = Callable[..., Any]
-
-
-@pytest.fixture
-async def make_bench() -> AsyncIterator[MakeBench]:
-    benches: list[Bench] = []
-
-    async def make(environ: dict[str, str] | None = None, **options: Any) -> Bench:
-        bench = Bench(dataclasses.replace(OPTIONS, **options), environ or {})
-        benches.append(bench)
-        await bench.start()
-        return bench
-
-    yield make
-    for bench in benches:
-        await bench.close()
 
 
 async def test_two_gateways_get_the_tokens_of_their_requests(make_bench: MakeBench) -> None:
@@ -256,6 +177,56 @@ async def test_tokens_are_replayed_after_a_broken_stream(make_bench: MakeBench) 
     assert not subscribed.gap
     await gateway.read(2)
     assert gateway.outputs == {request_id(0): predict(3)}
+
+
+async def test_logprobs_come_with_their_tokens(make_bench: MakeBench) -> None:
+    """The prompt in two chunks; a second request without logprobs beside it."""
+    bench = await make_bench()
+    scheduler, script = bench.scheduler(), PlanScript()
+    await scheduler.open()
+    gateway = await bench.subscribed()
+    spec = SamplingSpec(max_tokens=3, num_logprobs=2, prompt_logprobs=True)
+    admits = [make_admit(0, sampling=spec), make_admit(1)]
+    await scheduler.send(script.plan(admits=admits, schedule=[(0, 2), (1, 5)]))
+    await scheduler.send(script.plan(schedule=[(0, 3), (1, 0)]))
+    await scheduler.send(script.plan(schedule=[(0, 1)]))
+    await scheduler.results(3)
+    await gateway.read(3)
+    first, second = gateway.logprobs[request_id(0)]
+    assert request_id(1) not in gateway.logprobs
+    outputs = predict(2)
+    assert gateway.outputs[request_id(0)] == outputs
+    tokens = [*PROMPT[1:], outputs[0]]
+    assert (first.num_prompt_rows, second.num_prompt_rows) == (4, 0)
+    assert list(first.top_token_ids) == [(t + k) % 100 for t in tokens for k in range(2)]
+    assert list(first.logprobs) == [-0.5] * 5
+    assert list(second.top_logprobs) == [-0.5, -1.5]
+
+
+async def test_the_logprobs_of_a_long_prompt_pass_and_are_replayed(make_bench: MakeBench) -> None:
+    """8,192 tokens with 20 likely ones each: 172,032 values in one batch."""
+    length = 8192
+    bench = await make_bench(
+        num_blocks=2100, max_model_len=8200, max_num_batched_tokens=length, vocab_size=150_000
+    )
+    scheduler, script = bench.scheduler(), PlanScript()
+    await scheduler.open()
+    admit = make_admit(
+        token_ids=tuple(140_000 + i % 5000 for i in range(length)),
+        prompt_len=length,
+        block_ids=tuple(range(2050)),
+        sampling=SamplingSpec(max_tokens=2, num_logprobs=20, prompt_logprobs=True),
+    )
+    await scheduler.send(script.plan(admits=[admit], schedule=[(0, length)]))
+    await scheduler.results(1)
+    gateway = await bench.subscribed()
+    await gateway.read(1)
+    (entry,) = gateway.logprobs[request_id(0)]
+    assert (entry.num_prompt_rows, len(entry.top_logprobs)) == (length - 1, 20 * length)
+    gateway.call.cancel()
+    again = await bench.subscribed()
+    await again.read(1)
+    assert again.logprobs == gateway.logprobs
 
 
 async def test_a_gap_is_told_when_the_outbox_was_too_small(make_bench: MakeBench) -> None:
