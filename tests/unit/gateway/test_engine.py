@@ -4,9 +4,11 @@ import asyncio
 
 import pytest
 
-from gateway.core.errors import QueueFullError, UnavailableError
+from gateway.core.errors import QueueFullError, RequestRejected, UnavailableError
+from gateway.core.labels import cache_partition
 from gateway.core.stream import Fed, StreamState
 from gateway.core.types import FinishReason, RequestId, TokenBatch
+from gateway.core.validation import RawRequest
 from tests.unit.gateway.fakes import Bench, FakeLink, drain_chunks, make_bench, running
 
 STOP, LENGTH, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR
@@ -294,3 +296,146 @@ async def test_ready() -> None:
     assert not bench.engine.ready
     bench.fleet.max_model_len = 100
     assert bench.engine.max_model_len == 100
+
+
+async def test_what_goes_into_the_queue_beside_the_prompt() -> None:
+    """A digest for tenant and salt, a trace if it is one, the shorter of two deadlines."""
+    bench = make_bench(deadline_s=600)
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    await bench.submit(tenant="t", cache_salt="s", traceparent=trace, deadline_ms=1500)
+    await bench.submit(traceparent="nonsense", deadline_ms=10**12)
+    await bench.submit()
+    asked, much, nothing = bench.queue.admitted
+    assert (asked.cache_salt, asked.traceparent) == (cache_partition("t", "s"), trace)
+    assert asked.life_ms == 1500
+    assert (much.cache_salt, much.traceparent, much.life_ms) == (b"", "", 600_000)
+    assert nothing.life_ms == 600_000
+
+
+async def test_a_deadline_of_the_client_is_kept_here_too() -> None:
+    """Should nobody else say so in time."""
+    bench = make_bench()
+    async with running(bench):
+        live = await bench.submit(deadline_ms=1)
+        live.backstop_s -= 10
+        found = await drain_chunks(bench, live)
+    assert found == ("", FinishReason.DEADLINE, "deadline_exceeded")
+
+
+def prompts(*texts: str, **fields: object) -> list[RawRequest]:
+    """Of one request."""
+    return [RawRequest(text=text, **fields) for text in texts]  # type: ignore[arg-type]
+
+
+async def test_several_prompts_are_queued_together() -> None:
+    """In one call, in order, each a request of its own."""
+    bench = make_bench()
+    lives = await bench.engine.submit_all(prompts("a", "bc", "d"))
+    assert [len(r.prompt_token_ids) for r in bench.queue.admitted] == [1, 2, 1]
+    assert [live.admission and live.admission.entry_id for live in lives] == ["1-1", "1-2", "1-3"]
+    assert len({live.request_id for live in lives}) == 3
+    assert len({r.sampling.seed for r in bench.queue.admitted}) == 3
+
+
+@pytest.mark.parametrize("error", [QueueFullError("full", retry_after_s=3), UnavailableError("")])
+async def test_several_prompts_are_all_refused(error: Exception) -> None:
+    """None is left; where the answer is lost, all of them are cancelled."""
+    bench = make_bench()
+    bench.queue.error = error
+    with pytest.raises(type(error)):
+        await bench.engine.submit_all(prompts("a", "b"))
+    assert len(bench.queue.cancelled) == (2 if isinstance(error, UnavailableError) else 0)
+    assert_idle(bench)
+
+
+async def test_one_bad_prompt_refuses_all() -> None:
+    """Before anything is queued."""
+    bench = make_bench()
+    with pytest.raises(RequestRejected):
+        await bench.engine.submit_all(prompts("a", "x" * 600))
+    assert bench.queue.admitted == []
+    assert_idle(bench)
+
+
+async def test_logprobs_come_with_their_tokens() -> None:
+    """The prompt's with the first; repeats bring none twice."""
+    bench = make_bench()
+    live = await bench.submit("abc", echo=True, num_logprobs=1)
+    assert bench.queue.admitted[0].sampling.prompt_logprobs
+    bench.say(live.request_id, "xy", num_top=1, prompt_len=3)
+    chunk = await bench.engine.next_chunk(live)
+    assert [e.token_id for e in chunk.logprobs] == list(chunk.token_ids) == [120, 121]
+    assert [(e.token_id, e.top) for e in live.prompt_logprobs] == [
+        (98, ((112, -0.5),)),
+        (99, ((112, -0.5),)),
+    ]
+    bench.say(live.request_id, "xyz", attempt=2, num_top=1, prompt_len=3, finish=STOP)
+    chunk = await bench.engine.next_chunk(live)
+    assert [e.token_id for e in chunk.logprobs] == [122]
+    assert len(live.prompt_logprobs) == 2
+    assert_idle(bench)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_logprobs": 0}, {}),
+        ({"num_logprobs": 0, "echo": True}, {"num_top": 0}),
+        ({"num_logprobs": 0, "echo": True}, {"num_top": 0, "prompt_len": 2}),
+    ],
+)
+async def test_logprobs_that_a_worker_leaves_out(
+    fields: dict[str, object], said: dict[str, int]
+) -> None:
+    """An answer without them would be half an answer: it ends with a reason."""
+    bench = make_bench()
+    live = await bench.submit("abc", **fields)
+    bench.say(live.request_id, "x", **said)  # type: ignore[arg-type]
+    assert await drain_chunks(bench, live) == ("", ERROR, "logprobs_missing")
+    assert bench.link.cancelled == [live.request_id]
+    assert_idle(bench)
+
+
+async def test_without_logprobs_no_row_is_looked_at() -> None:
+    """Should a worker send some."""
+    bench = make_bench()
+    live = await bench.submit("abc")
+    bench.say(live.request_id, "x", num_top=3, finish=STOP)
+    assert (await bench.engine.next_chunk(live)).logprobs == ()
+    assert live.state.logprobs == []
+
+
+async def test_a_prompt_alone() -> None:
+    """Echoed, with no output, though one token was computed."""
+    bench = make_bench()
+    live = await bench.submit("abc", echo=True, max_tokens=0)
+    assert (live.echo_text, bench.queue.admitted[0].sampling.max_tokens) == ("abc", 1)
+    bench.say(live.request_id, "x", finish=LENGTH)
+    chunk = await bench.engine.next_chunk(live)
+    assert (chunk.text, chunk.token_ids) == ("", ())
+    assert chunk.end is not None
+    assert (chunk.end.reason, live.usage.completion_tokens) == (LENGTH, 0)
+    assert bench.queue.cancelled == bench.link.cancelled == []
+
+
+async def test_an_echo_of_tokens_is_their_text() -> None:
+    """With or without the special ones, as the output is."""
+    bench = make_bench()
+    for skip, text in ((True, "a"), (False, "<1>a")):
+        raw = RawRequest(token_ids=[1, 97], echo=True, skip_special_tokens=skip)
+        assert (await bench.engine.submit(raw)).echo_text == text
+    assert (await bench.submit()).echo_text is None
+
+
+async def test_tokenizing_without_a_request() -> None:
+    """A prompt of any length to its tokens, tokens of the vocabulary to their text."""
+    bench = make_bench()
+    assert await bench.engine.encode(RawRequest(text="é" * 600)) == [233] * 600
+    assert await bench.engine.decode([1, 97]) == "<1>a"
+    assert await bench.engine.decode([1, 97], skip_special_tokens=True) == "a"
+    with pytest.raises(RequestRejected) as caught:
+        await bench.engine.decode([0x3000])
+    assert caught.value.param == "tokens"
+    with pytest.raises(RequestRejected):
+        await bench.engine.encode(RawRequest(text="a", model="other"))
+    assert_idle(bench)

@@ -118,3 +118,42 @@ def test_templates_are_sandboxed() -> None:
     """No way to Python's inside."""
     with pytest.raises(RequestRejected):
         template("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(user("x"))
+
+
+def test_without_the_assistants_turn() -> None:
+    """The template is told."""
+    [piece] = template().render(user("hi"), add_generation_prompt=False)
+    assert piece.text == "<|start|>user\nhi<|end|>\n"
+
+
+def continued(text: str, source: str = TEMPLATE) -> list[Piece]:
+    """A last message that is to go on."""
+    messages = [*user("hi"), Message(role="assistant", content=text)]
+    return template(source).render(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+
+
+def test_the_last_message_stays_open() -> None:
+    """Nothing that closes it, and its text as it is, blanks at its end included."""
+    [piece] = continued("Once upon ")
+    assert piece.text == "<|start|>user\nhi<|end|>\n<|start|>assistant\nOnce upon "
+
+
+def test_typed_control_tokens_are_text_in_an_open_message_too() -> None:
+    """Also half of one at its end."""
+    pieces = continued("a<|end|>b<|en")
+    assert pieces[-1] == Piece(text="assistant\na<|end|>b<|en", control=False)
+    assert "".join(p.text for p in pieces).endswith("a<|end|>b<|en")
+
+
+def test_a_template_that_shows_a_message_twice() -> None:
+    """It is open where it stands last, and no mark is left."""
+    twice = "{{ messages[-1]['content'] }}|{{ messages[-1]['content'] }}|end"
+    assert [p.text for p in continued("x", twice)] == ["x|x"]
+
+
+def test_a_template_that_hides_the_last_message() -> None:
+    """There is nothing to go on from."""
+    with pytest.raises(RequestRejected, match="does not show the last message"):
+        continued("x", "{{ messages[0]['content'] }}")

@@ -59,3 +59,29 @@ def test_a_beginning_that_leads_nowhere_is_given() -> None:
     assert matcher.push("say EN") == "say "
     assert matcher.push("!") == "EN!"
     assert matcher.flush() == ""
+
+
+def test_with_the_stop_string_nothing_is_held_back() -> None:
+    """All text is given anyway, up to the end of the stop string."""
+    matcher = StopMatcher(["END"], include_stop=True)
+    assert matcher.push("say E") == "say E"
+    assert matcher.push("ND now") == "ND"
+    assert matcher.stopped
+    assert matcher.flush() == ""
+
+
+@given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS)
+def test_the_stop_string_is_all_that_is_added(pieces: list[str], stops: list[str]) -> None:
+    """The same place is found, and the cut is behind it."""
+    matcher, given_ = StopMatcher(stops, include_stop=True), ""
+    for piece in pieces:
+        given_ += matcher.push(piece)
+        if matcher.stopped:
+            break
+    without, stopped = naive("".join(pieces), stops)
+    assert matcher.stopped == stopped
+    if stopped:
+        assert given_.startswith(without)
+        assert given_[len(without) :] in stops
+    else:
+        assert given_ == without

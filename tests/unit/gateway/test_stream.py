@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.stream import MAX_SUPERSEDES, Fed, StreamState
-from gateway.core.types import FinishReason, Terminal
+from gateway.core.types import FinishReason, Terminal, TokenLogprob
 
 STOP, LENGTH, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR
 CANCELLED = Terminal(reason=FinishReason.CANCELLED)
@@ -115,3 +115,27 @@ def test_each_token_exactly_once(
         step = output[at : at + 3]
         state.feed(state.attempt, at, step, LENGTH if at + len(step) == len(output) else 0)
     assert taken + state.take() == output
+
+
+def logprobs(*tokens: int) -> list[TokenLogprob]:
+    """One per token."""
+    return [TokenLogprob(token_id=token, logprob=-float(token)) for token in tokens]
+
+
+def test_logprobs_stay_with_their_tokens() -> None:
+    """Those of dropped repeats are dropped; those of a divergence or a gap are never kept."""
+    state = StreamState()
+    state.feed(1, 0, [5, 6], 0, logprobs(5, 6))
+    assert state.feed(2, 0, [5, 6, 7], 0, logprobs(5, 6, 7)) is Fed.NEWS
+    assert state.feed(2, 2, [9], 0, logprobs(9)) is Fed.DIVERGED
+    assert state.feed(2, 4, [9], 0, logprobs(9)) is Fed.GAP
+    assert state.feed(1, 3, [9], 0, logprobs(9)) is Fed.NOTHING
+    assert [entry.token_id for entry in state.logprobs] == state.tokens == [5, 6, 7]
+
+
+def test_what_has_been_taken_is_counted() -> None:
+    """So that columns beside the tokens can be read from there on."""
+    state = state_of(5, 6)
+    assert (state.num_taken, state.num_unread) == (0, 2)
+    state.take()
+    assert (state.num_taken, state.num_unread) == (2, 0)

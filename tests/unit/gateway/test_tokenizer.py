@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from gateway.adapters.tokenizer_hf import HfTokenizer, ModelFilesError, load_model
 from gateway.core.errors import RequestRejected
@@ -96,19 +97,24 @@ async def test_no_template(tmp_path: Path) -> None:
     assert tokenizer.decode(await tokenizer.encode_text("hi")) == "hi"
 
 
-async def test_one_opening_token(tmp_path: Path) -> None:
-    """The tokenizer adds it to a raw prompt, unless it is there; a template brings its own."""
-    folder = folder_with(tmp_path)
-    tokenizer_json = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer_json["post_processor"] = {
+def opening_with(token: int) -> dict[str, Any]:
+    """A post-processor that puts a token before every text."""
+    return {
         "type": "TemplateProcessing",
         "single": [
             {"SpecialToken": {"id": "s", "type_id": 0}},
             {"Sequence": {"id": "A", "type_id": 0}},
         ],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"s": {"id": "s", "ids": [START], "tokens": ["<|start|>"]}},
-    }  # fmt: skip
+        "special_tokens": {"s": {"id": "s", "ids": [token], "tokens": ["<|start|>"]}},
+    }
+
+
+async def test_one_opening_token(tmp_path: Path) -> None:
+    """The tokenizer adds it to a raw prompt, unless it is there; a template brings its own."""
+    folder = folder_with(tmp_path)
+    tokenizer_json = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer_json["post_processor"] = opening_with(START)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json))
     _, tokenizer = load(folder)
     for text in ("hi", "<|start|>hi"):
@@ -119,3 +125,74 @@ async def test_one_opening_token(tmp_path: Path) -> None:
     assert ids.count(START) == 2  # one opens each turn of this template
     assert ids[0] == START
     assert ids[1] != START
+
+
+def test_defaults_that_shape_the_distribution(tmp_path: Path) -> None:
+    """vLLM takes them from the same file."""
+    generation = {"eos_token_id": END, "min_p": 0.05, "repetition_penalty": 1.1}
+    info, _ = load(folder_with(tmp_path, generation_config=generation))
+    assert (info.default_min_p, info.default_repetition_penalty) == (0.05, 1.1)
+
+
+async def test_special_tokens_are_shown_if_asked_for() -> None:
+    """By the detokenizer as by the decoding of all at once."""
+    _, tokenizer = load(model_folder())
+    ids = [START, *await tokenizer.encode_text("hé"), END]
+    for skip, text in ((True, "hé"), (False, "<|start|>hé<|end|>")):
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
+        pieces = "".join(detokenizer.push(i) for i in ids) + detokenizer.flush()
+        assert pieces == text
+        assert await tokenizer.decode_ids(ids, skip_special_tokens=skip) == text
+
+
+async def test_bytes_of_tokens() -> None:
+    """Joined they are the text's bytes; special tokens have theirs."""
+    _, tokenizer = load(model_folder())
+    text = "the fox é\u2581😀"
+    ids = await tokenizer.encode_text(text)
+    assert b"".join(tokenizer.token_bytes(i) for i in ids) == text.encode()
+    assert tokenizer.token_bytes(END) == b"<|end|>"
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+async def test_bytes_of_tokens_of_another_kind_of_vocabulary(tmp_path: Path) -> None:
+    """One that writes a low line for spaces, and single bytes by their number."""
+    vocab = {"<unk>": 0, "\u2581hi": 1, "<0xC3>": 2, "<0xA9>": 3, "x": 4}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    folder = folder_with(tmp_path)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _, loaded = load(folder)
+    assert [loaded.token_bytes(i) for i in range(1, 7)] == [
+        b" hi", b"\xc3", b"\xa9", b"x", b"<s>", b"",
+    ]  # fmt: skip
+    detokenizer = loaded.detokenizer(skip_special_tokens=False)
+    assert "".join(detokenizer.push(i) for i in (4, 2, 3, 5)) + detokenizer.flush() == "xé<s>"
+
+
+async def test_the_opening_token_can_be_left_out(tmp_path: Path) -> None:
+    """For a client that has written all of its prompt itself."""
+    folder = folder_with(tmp_path)
+    tokenizer_json = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer_json["post_processor"] = opening_with(START)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json))
+    _, tokenizer = load(folder)
+    whole = list(await tokenizer.encode_text("hi"))
+    assert whole[0] == START
+    assert list(await tokenizer.encode_text("hi", add_special_tokens=False)) == whole[1:]
+
+
+async def test_the_end_of_a_conversation() -> None:
+    """Open for an answer, closed, or open within the last message."""
+    _, tokenizer = load(model_folder())
+    answered = await tokenizer.encode_chat(HI)
+    closed = await tokenizer.encode_chat(HI, add_generation_prompt=False)
+    opened = await tokenizer.encode_chat(
+        HI, add_generation_prompt=False, continue_final_message=True
+    )
+    assert list(answered)[: len(closed)] == list(closed)
+    assert list(closed)[: len(opened)] == list(opened)
+    assert END not in opened
