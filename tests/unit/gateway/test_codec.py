@@ -1,7 +1,7 @@
 """Batches with logprobs from the wire: columns that fit, or no batch at all."""
 
 import pytest
-from quire.v1 import inference_pb2, worker_pb2
+from quire.v1 import common_pb2, inference_pb2, worker_pb2
 
 from gateway import codec
 from gateway.core.output import Chunk
@@ -17,7 +17,7 @@ def message(*logprobs: worker_pb2.TokenLogprobs) -> worker_pb2.TokensResponse:
         first_positions=[0, 4],
         num_tokens=[2, 1],
         token_ids=[5, 6, 7],
-        finish_reasons=[0, 0],
+        finish_reasons=[common_pb2.FINISH_REASON_UNSPECIFIED] * 2,
         num_cached_tokens=[0, 0],
         logprobs=logprobs,
     )

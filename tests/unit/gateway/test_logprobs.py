@@ -75,7 +75,7 @@ def test_a_prompts_logprobs() -> None:
 
 def test_of_equal_texts_the_likeliest_stands() -> None:
     """Halves of characters may look alike, and a dictionary has each key once."""
-    twins = TokenLogprob(token_id=255, logprob=-0.5, top=((255, -0.5), (255, -3.0)))
+    twins = TokenLogprob(token_id=255, logprob=-4.0, top=((255, -0.5), (255, -3.0)))
     assert completion().output([twins])["top_logprobs"] == [{"bytes:\\xc3": -0.5}]
 
 
