@@ -3,7 +3,8 @@
 A logprob is the natural log softmax of the model's own logits, in fp32. The likeliest tokens are
 the largest logits, equal ones by token id. Known tokens are scored as their positions are computed;
 of many positions no more than SLICE have their logits in memory at once: the model's backbone runs
-once, and its head over one slice after the other.
+once, and its head over one slice after the other. A forward that does not go through the backbone
+is run again for each slice.
 
 A row whose logits are not finite at a scored position fails alone.
 """
@@ -87,10 +88,10 @@ def forward(
     wanted = [rows[index] for index in batch.scored_rows]
     next_ids = torch.tensor([t for row in wanted for t in row.scored_token_ids], device=device)
     num_top = max(row.sampling.num_logprobs or 0 for row in wanted)
-    size = SLICE if _has_head_of_its_own(model) else len(scored)
+    size = SLICE if model.keeps_logits else len(scored)  # one that keeps none makes all of them
     with ExitStack() as stack:
         kept: list[Any] = []
-        if len(scored) > size:
+        if len(scored) > size and model.module.base_model is not model.module:
             kept = stack.enter_context(_kept_output(model.module.base_model))
         first = torch.cat((sampling, scored[:size]))
         logits = models.forward(model, context, step, token_ids, positions, first)
@@ -98,18 +99,16 @@ def forward(
     logits = logits[: len(sampling)]
     for begin in range(size, len(scored), size):
         part = slice(begin, begin + size)
-        head = _head(model.module, kept[0], token_ids, scored[part])
-        parts.append(score(head, next_ids[part], num_top))
+        if kept:
+            more = _head(model.module, kept[0], token_ids, scored[part])
+        else:
+            more = models.forward(model, context, step, token_ids, positions, scored[part])
+        parts.append(score(more, next_ids[part], num_top))
     return logits, Scores(
         logprobs=np.concatenate([part.logprobs for part in parts]),
         top_token_ids=np.concatenate([part.top_token_ids for part in parts]),
         top_logprobs=np.concatenate([part.top_logprobs for part in parts]),
     )
-
-
-def _has_head_of_its_own(model: models.LoadedModel) -> bool:
-    """Whether its logits can be had of some positions, without the layers before."""
-    return model.keeps_logits and model.module.base_model is not model.module
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Logprobs of logits, and what they cost: bounded when asked for, nothing when not."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def row(length: int, samples: bool = True, first_block: int = 0, **sampling: Any
 class Heads:
     """How many positions each call of the head computed."""
 
-    def __init__(self, runner: TorchRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, runner: TorchRunner) -> None:
         self.sizes: list[int] = []
         self.num_backbone_calls = 0
         module = runner._model.module
@@ -124,8 +125,8 @@ class Heads:
 
 
 @pytest.fixture
-def heads(runner: TorchRunner, monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = Heads(runner, monkeypatch)
+def heads(runner: TorchRunner) -> Any:
+    made = Heads(runner)
     yield made
     made.remove()
 
@@ -159,6 +160,23 @@ def test_the_backbone_runs_once_and_the_head_in_slices(
     assert sliced.logprobs.tolist() == pytest.approx(at_once.logprobs.tolist(), abs=1e-5)
     assert sliced.top_token_ids == at_once.top_token_ids
     assert "forward" not in vars(runner._model.module.base_model)
+
+
+def test_a_forward_past_the_backbone_is_run_for_each_slice(
+    runner: TorchRunner, heads: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bounded in memory, if not in time; what it stores again is the same."""
+    rows = [row(30, num_logprobs=4), row(6, first_block=12)]
+    whole = runner.run(rows)
+    heads.sizes.clear()
+    heads.num_backbone_calls = 0
+    monkeypatch.setattr(scoring, "SLICE", 10)
+    monkeypatch.setattr(scoring, "_kept_output", lambda _backbone: nullcontext([]))
+    output = runner.run(rows)
+    assert (heads.sizes, heads.num_backbone_calls) == ([12, 10, 9], 3)
+    assert output.token_ids == whole.token_ids
+    ((_, sliced),), ((_, at_once),) = output.logprobs, whole.logprobs
+    assert sliced.logprobs.tolist() == pytest.approx(at_once.logprobs.tolist(), abs=1e-5)
 
 
 def test_each_row_gets_what_it_asked_for(runner: TorchRunner) -> None:
