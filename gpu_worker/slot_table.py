@@ -336,10 +336,12 @@ def stage_rows(
             written.update(blocks[first : last + 1])
         num_blocks_written += last + 1 - first
         samples = end == known
+        entry = PendingRow(row, num_tokens, samples)
         scored: Sequence[int] = ()
         if row.scores is not None:
             scored = row.tokens[max(start + 1, row.scores.scored_from) : end + 1]
-        pending.append(PendingRow(row, num_tokens, samples, len(scored)))
+            entry.num_scored = len(scored)
+        pending.append(entry)
         scheduled.append(
             ScheduledRow(
                 slot=slot,
