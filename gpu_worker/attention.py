@@ -60,6 +60,7 @@ class StepTables:
     max_query_len: int
     max_seq_len: int
     plans: dict[int, reference.AttentionPlan] = field(default_factory=dict)
+    prepared: dict[Any, Any] = field(default_factory=dict)  # native calls, by their kind
 
 
 class Backend(Protocol):
@@ -174,12 +175,67 @@ class TritonBackend:
         return out
 
 
+class NativeBackend:
+    """The C++ kernels, on a CPU; what depends on the tables alone is prepared once a step."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        from kernels.native import operators
+
+        self._operators: Any = operators
+
+    def store(self, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], step: StepTables) -> None:
+        """See Backend."""
+        self._operators.store_kv(k, v, *caches, step.slot_mapping)
+
+    def attend(
+        self,
+        q: Tensor,
+        caches: tuple[Tensor, Tensor],
+        step: StepTables,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See Backend."""
+        key = (scale, window, softcap, None if sinks is None else sinks.data_ptr())
+        operator = step.prepared.get(key)
+        if operator is None:
+            operator = self._operators.Attention(
+                caches[0],
+                step.block_tables,
+                step.seq_lens,
+                step.query_start_loc,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            step.prepared[key] = operator
+        out: Tensor = operator(q, *caches)
+        return out
+
+
+def no_native(device: torch.device) -> str | None:
+    """Why the native kernels can't serve this device; None when they can."""
+    from kernels.native import library
+
+    return "they are for CPUs" if device.type != "cpu" else library.reason_unavailable()
+
+
 def make_backend(name: str, device: torch.device) -> Backend:
     """Of QUIRE_ATTENTION_BACKEND. Raises ValueError for one that can't run here."""
     if name == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
+        on_cpu = "torch" if no_native(device) else "native"
+        name = "triton" if device.type == "cuda" else on_cpu
     if name == "native":
-        raise ValueError("QUIRE_ATTENTION_BACKEND=native is not built yet; use auto or torch")
+        reason = no_native(device)
+        if reason is not None:
+            raise ValueError(f"QUIRE_ATTENTION_BACKEND=native can't run here: {reason}")
+        return NativeBackend()
     if name == "torch":
         return TorchBackend()
     if name != "triton":
@@ -208,7 +264,10 @@ class LayerCall:
     num_kv_heads: int
     head_dim: int
     value_dim: int
+    scale: float
     window: int
+    softcap: float
+    sinks: bool
     unknown: tuple[str, ...]
     problem: str
 
@@ -259,9 +318,11 @@ def attend(  # noqa: PLR0913  # transformers' signature
     assert context is not None, "a layer ran outside a step"
     assert context.step is not None
     layer = int(getattr(module, "layer_idx", -1))
+    scale = float(query.shape[-1]) ** -0.5 if scaling is None else float(scaling)
     if context.calls is not None:
         call = _describe(module, layer, query, key, value, attention_mask, kwargs)
-        call.window = sliding_window or 0
+        call.scale, call.window = scale, sliding_window or 0
+        call.softcap, call.sinks = softcap or 0.0, s_aux is not None
         context.calls.append(call)
         if call.problem:
             raise UnsupportedModelError(call.problem)
@@ -273,7 +334,7 @@ def attend(  # noqa: PLR0913  # transformers' signature
         q,
         caches,
         context.step,
-        scale=float(query.shape[-1]) ** -0.5 if scaling is None else float(scaling),
+        scale=scale,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
@@ -321,7 +382,10 @@ def _describe(
         num_kv_heads=key.shape[1],
         head_dim=key.shape[-1],
         value_dim=value.shape[-1],
+        scale=0.0,
         window=0,
+        softcap=0.0,
+        sinks=False,
         unknown=unknown,
         problem=problem,
     )

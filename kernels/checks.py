@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 MAX_HEAD_DIM = 256
 
@@ -113,6 +114,119 @@ def check_attention(
         seq_lens=seq_lens,
         query_start_loc=query_start_loc,
     )
+
+
+def check_native(x: Tensor) -> None:
+    """Of every native call."""
+    _need(x.device.type == "cpu", "native kernels take CPU tensors, got", x.device)
+    _need(x.dtype in NATIVE_DTYPES, "native kernels take fp32 and bf16, got", x.dtype)
+
+
+def check_norm(x: Tensor, weight: Tensor, delta: Tensor | None) -> None:
+    """Of rms_norm."""
+    _need(
+        x.dim() == 2 and x.stride(1) == 1, "x must be [tokens, dim] with dense rows, got", x.shape
+    )
+    _need(
+        weight.shape == x.shape[1:] and weight.is_contiguous(),
+        "weight must be [dim], got",
+        weight.shape,
+        x.shape,
+    )
+    _need(weight.dtype == x.dtype, "x and weight must have one dtype, got", x.dtype, weight.dtype)
+    _check_devices(x, weight=weight)
+    if delta is None:
+        return
+    _need(
+        delta.shape == x.shape and delta.stride(1) == 1,
+        "delta must have x's shape and dense rows, got",
+        delta.shape,
+        x.shape,
+    )
+    _need(delta.dtype == x.dtype, "x and delta must have one dtype, got", x.dtype, delta.dtype)
+    _check_devices(x, delta=delta)
+
+
+def check_gate(both: Tensor) -> None:
+    """Of gated_activation."""
+    _need(
+        both.dim() == 2 and both.shape[1] % 2 == 0 and both.stride(1) == 1,
+        "both must be [tokens, 2 * dim] with dense rows, got",
+        both.shape,
+    )
+
+
+def check_rotary(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+) -> None:
+    """Of rotary_store."""
+    _check_cache(k_cache, v_cache)
+    num_kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+    _need(
+        qkv.dim() == 2 and qkv.shape[1] % dim == 0 and qkv.shape[1] > 2 * num_kv_heads * dim,
+        "qkv must be [tokens, (query heads + 2 kv heads) * head dim], got",
+        qkv.shape,
+        k_cache.shape,
+    )
+    _need(qkv.stride(1) == 1, "qkv must be contiguous in its last dimension")
+    _need(
+        qkv.dtype == k_cache.dtype,
+        "qkv and the cache must have one dtype, got",
+        qkv.dtype,
+        k_cache.dtype,
+    )
+    for name, numbers in (("slot_mapping", slot_mapping), ("positions", positions)):
+        _need(
+            numbers.shape == qkv.shape[:1] and numbers.is_contiguous(),
+            f"{name} must have one entry a token, got",
+            numbers.shape,
+            qkv.shape,
+        )
+        _need(numbers.dtype == torch.int64, f"{name} must be int64, got", numbers.dtype)
+    _need(
+        cosine.dim() == 2 and cosine.shape == sine.shape and 2 * cosine.shape[1] <= dim,
+        "cosine and sine must be [positions, half] of at most half the head dim, got",
+        cosine.shape,
+        sine.shape,
+    )
+    for name, table in (("cosine", cosine), ("sine", sine)):
+        _need(
+            table.dtype == torch.float32 and table.is_contiguous(),
+            f"{name} must be contiguous and fp32, got",
+            table.dtype,
+        )
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            _need(
+                weight.shape == (dim,) and weight.is_contiguous() and weight.dtype == qkv.dtype,
+                f"{name} must be [head dim] of qkv's dtype, got",
+                weight.shape,
+                weight.dtype,
+            )
+            _check_devices(qkv, **{name: weight})
+    others = {"slot_mapping": slot_mapping, "positions": positions, "cosine": cosine, "sine": sine}
+    _check_devices(qkv, k_cache=k_cache, v_cache=v_cache, **others)
+
+
+def check_linear(weight: Tensor, bias: Tensor | None) -> None:
+    """Of the weights of a packed linear layer."""
+    _need(
+        weight.dim() == 2 and min(weight.shape) > 0,
+        "weight must be [columns, depth], got",
+        weight.shape,
+    )
+    if bias is not None:
+        _need(bias.shape == weight.shape[:1], "bias must be [columns], got", bias.shape)
+        _need(bias.is_floating_point(), "bias must be floating point, got", bias.dtype)
+        _check_devices(weight, bias=bias)
 
 
 def interpreted(kernel: object) -> bool:

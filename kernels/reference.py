@@ -22,7 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.checks import check_attention, check_store
+from kernels.checks import (
+    check_attention,
+    check_gate,
+    check_norm,
+    check_rotary,
+    check_store,
+)
 
 GROUP_FILL = 0.6  # the shortest row of a group has at least this share of the longest's blocks
 # Small enough that what was gathered is still in the processor's cache when it is attended, and
@@ -370,3 +376,69 @@ def _attend(
     else:
         weights = torch.softmax(scores, -1)
     return torch.matmul(weights, v.float()).to(q.dtype)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    *,
+    delta: Tensor | None = None,
+    offset: bool = False,
+) -> Tensor:
+    """Norm of the rows of x [T, D]; delta, where given, is added to x in place first.
+
+    weight * y, y = x / sqrt(mean(x^2) + epsilon), as Llama has it; with offset (1 + weight) * y in
+    fp32, as Gemma has it.
+    """
+    check_norm(x, weight, delta)
+    if delta is not None:
+        x.add_(delta)
+    wide = x.float()
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (y * (1.0 + weight.float())).to(x.dtype) if offset else weight * y.to(x.dtype)
+
+
+def gated_activation(both: Tensor, *, gelu: bool = False) -> Tensor:
+    """act(both[:, :D]) * both[:, D:] for both [T, 2 D]; act is silu, or gelu in its tanh form."""
+    check_gate(both)
+    gate, up = both.chunk(2, -1)
+    return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+
+
+def rotary_store(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    epsilon: float = 0.0,
+    offset: bool = False,
+) -> Tensor:
+    """Rotates the queries of qkv [T, (Hq + 2 Hkv) D] in place; keys and values go to their slots.
+
+    Returns the queries, a view [T, Hq, D]. cosine and sine [positions, half] are fp32 and hold what
+    the model's dtype holds. With weights [D], every head goes through an RMSNorm first. What qkv
+    holds of keys and values afterwards is not defined.
+    """
+    check_rotary(qkv, k_cache, v_cache, slot_mapping, positions, cosine, sine, q_weight, k_weight)
+    num_kv_heads, dim, half = k_cache.shape[1], k_cache.shape[3], cosine.shape[1]
+    heads = qkv.unflatten(1, (-1, dim))
+    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
+    c, s = (table[positions].to(q.dtype)[:, None] for table in (cosine, sine))
+    rotated = []
+    for plain, weight in ((q, q_weight), (k, k_weight)):
+        whole = plain
+        if weight is not None:
+            flat = plain.reshape(-1, dim)
+            whole = rms_norm(flat, weight, epsilon, offset=offset).view(plain.shape)
+        x, y, rest = whole.split((half, half, dim - 2 * half), -1)
+        rotated.append(torch.cat((x * c - y * s, y * c + x * s, rest), -1))
+    q.copy_(rotated[0])
+    store_kv(rotated[1], v, k_cache, v_cache, slot_mapping)
+    return q

@@ -1,7 +1,8 @@
 """Makes .venv with the locked packages; a second run sees the stamp and returns at once.
 
 Runs on the system Python: standard library only. The stamp is written last, so that a killed set-up
-is made anew. An environment that this script did not make is never touched.
+is made anew. An environment that this script did not make is never touched. The native kernels have
+a stamp of their own: changed sources are compiled without making the environment anew.
 """
 
 from __future__ import annotations
@@ -178,6 +179,11 @@ def install(torch_index: str) -> None:
     say(f"done in {time.monotonic() - started:.0f} s")
 
 
+def build_native() -> None:
+    """Compiles the native kernels unless that is done; without a compiler Quire runs without."""
+    subprocess.run([str(PYTHON), "-m", "kernels.native.build"], check=True, cwd=ROOT)
+
+
 @contextlib.contextmanager
 def only_one() -> Iterator[None]:
     """One set-up of this clone at a time; a second one waits and then finds the work done."""
@@ -238,6 +244,7 @@ def main() -> int:
             with only_one():
                 if not is_finished(index):
                     install(index)
+        build_native()
     except (SetupError, OSError, subprocess.CalledProcessError) as error:
         print(f"[setup] {error}", file=sys.stderr)
         return 1

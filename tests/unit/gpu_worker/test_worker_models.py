@@ -256,9 +256,13 @@ def test_rotary_scaling_does_not_depend_on_the_batch(scaling: dict[str, Any]) ->
 
 
 def test_back_ends_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attention.make_backend("auto", CPU).name == "torch"
     assert attention.make_backend("torch", CPU).name == "torch"
-    with pytest.raises(ValueError, match="native is not built"):
+    monkeypatch.setattr(attention, "no_native", lambda device: None)
+    assert attention.make_backend("auto", CPU).name == "native"
+    assert attention.make_backend("native", CPU).name == "native"
+    monkeypatch.setattr(attention, "no_native", lambda device: "no compiler")
+    assert attention.make_backend("auto", CPU).name == "torch"
+    with pytest.raises(ValueError, match="native can't run here: no compiler"):
         attention.make_backend("native", CPU)
     monkeypatch.setattr(attention, "interpreted", lambda: False)
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):

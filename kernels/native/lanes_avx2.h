@@ -1,0 +1,102 @@
+// Sixteen floats as two AVX2 registers. The same functions stand in lanes_avx512.h.
+#pragma once
+#include <immintrin.h>
+
+#include "numbers.h"
+
+namespace quire {
+
+struct Lanes {
+  __m256 low, high;
+};
+
+inline Lanes splat(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+
+inline Lanes load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+
+inline __m256 widen(__m128i halves) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+inline Lanes load(const bf16* from) {
+  const __m128i* parts = reinterpret_cast<const __m128i*>(from);
+  return {widen(_mm_loadu_si128(parts)), widen(_mm_loadu_si128(parts + 1))};
+}
+
+inline void store(float* to, Lanes x) {
+  _mm256_storeu_ps(to, x.low);
+  _mm256_storeu_ps(to + 8, x.high);
+}
+
+inline Lanes operator+(Lanes x, Lanes y) {
+  return {_mm256_add_ps(x.low, y.low), _mm256_add_ps(x.high, y.high)};
+}
+inline Lanes operator-(Lanes x, Lanes y) {
+  return {_mm256_sub_ps(x.low, y.low), _mm256_sub_ps(x.high, y.high)};
+}
+inline Lanes operator*(Lanes x, Lanes y) {
+  return {_mm256_mul_ps(x.low, y.low), _mm256_mul_ps(x.high, y.high)};
+}
+inline Lanes operator/(Lanes x, Lanes y) {
+  return {_mm256_div_ps(x.low, y.low), _mm256_div_ps(x.high, y.high)};
+}
+
+// x * y + z, rounded once.
+inline Lanes fma(Lanes x, Lanes y, Lanes z) {
+  return {_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)};
+}
+
+// The second one where either is NaN.
+inline Lanes larger(Lanes x, Lanes y) {
+  return {_mm256_max_ps(x.low, y.low), _mm256_max_ps(x.high, y.high)};
+}
+inline Lanes smaller(Lanes x, Lanes y) {
+  return {_mm256_min_ps(x.low, y.low), _mm256_min_ps(x.high, y.high)};
+}
+
+// yes where x < y, else no (also where either is NaN).
+inline Lanes where_less(Lanes x, Lanes y, Lanes yes, Lanes no) {
+  return {_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(x.low, y.low, _CMP_LT_OQ)),
+          _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(x.high, y.high, _CMP_LT_OQ))};
+}
+
+inline Lanes nearest(Lanes x) {
+  constexpr int kMode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.low, kMode), _mm256_round_ps(x.high, kMode)};
+}
+
+inline __m256 shift_exponent(__m256 x, __m256 by) {
+  const __m256i steps = _mm256_slli_epi32(_mm256_cvtps_epi32(by), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), steps));
+}
+
+// x * 2^by for whole numbers that leave a normal number.
+inline Lanes shift_exponent(Lanes x, Lanes by) {
+  return {shift_exponent(x.low, by.low), shift_exponent(x.high, by.high)};
+}
+
+inline __m256i bf16_bits(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+  const __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), _mm256_castps_si256(is_nan));
+}
+
+inline void store(bf16* to, Lanes x) {
+  const __m256i mixed = _mm256_packus_epi32(bf16_bits(x.low), bf16_bits(x.high));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(mixed, 0xd8));
+}
+
+// The nearest bf16, as float.
+inline Lanes as_bf16(Lanes x) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(bf16_bits(x.low), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(bf16_bits(x.high), 16))};
+}
+
+// Lane i and lane i + 8, then i + 4, i + 2, i + 1.
+inline float sum(Lanes x) { return fold_sum(_mm256_add_ps(x.low, x.high)); }
+inline float largest(Lanes x) { return fold_largest(_mm256_max_ps(x.low, x.high)); }
+
+}  // namespace quire

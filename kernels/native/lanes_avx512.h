@@ -1,0 +1,83 @@
+// Sixteen floats as one AVX-512 register. The same functions stand in lanes_avx2.h.
+#pragma once
+#include <immintrin.h>
+
+#include "numbers.h"
+
+namespace quire {
+
+struct Lanes {
+  __m512 all;
+};
+
+inline Lanes splat(float value) { return {_mm512_set1_ps(value)}; }
+
+inline Lanes load(const float* from) { return {_mm512_loadu_ps(from)}; }
+
+inline Lanes load(const bf16* from) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
+}
+
+inline __m256 widen(__m128i halves) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+inline void store(float* to, Lanes x) { _mm512_storeu_ps(to, x.all); }
+
+inline Lanes operator+(Lanes x, Lanes y) { return {_mm512_add_ps(x.all, y.all)}; }
+inline Lanes operator-(Lanes x, Lanes y) { return {_mm512_sub_ps(x.all, y.all)}; }
+inline Lanes operator*(Lanes x, Lanes y) { return {_mm512_mul_ps(x.all, y.all)}; }
+inline Lanes operator/(Lanes x, Lanes y) { return {_mm512_div_ps(x.all, y.all)}; }
+
+// x * y + z, rounded once.
+inline Lanes fma(Lanes x, Lanes y, Lanes z) { return {_mm512_fmadd_ps(x.all, y.all, z.all)}; }
+
+// The second one where either is NaN.
+inline Lanes larger(Lanes x, Lanes y) { return {_mm512_max_ps(x.all, y.all)}; }
+inline Lanes smaller(Lanes x, Lanes y) { return {_mm512_min_ps(x.all, y.all)}; }
+
+// yes where x < y, else no (also where either is NaN).
+inline Lanes where_less(Lanes x, Lanes y, Lanes yes, Lanes no) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.all, y.all, _CMP_LT_OQ), no.all, yes.all)};
+}
+
+inline Lanes nearest(Lanes x) {
+  return {_mm512_roundscale_ps(x.all, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+
+// x * 2^by for whole numbers that leave a normal number.
+inline Lanes shift_exponent(Lanes x, Lanes by) {
+  const __m512i steps = _mm512_slli_epi32(_mm512_cvtps_epi32(by.all), 23);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x.all), steps))};
+}
+
+inline __m512i bf16_bits(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_mask_blend_epi32(is_nan, rounded, _mm512_set1_epi32(0x7fc0));
+}
+
+inline void store(bf16* to, Lanes x) {
+  const __m256i halves = _mm512_cvtepi32_epi16(bf16_bits(x.all));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+}
+
+// The nearest bf16, as float.
+inline Lanes as_bf16(Lanes x) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(bf16_bits(x.all), 16))};
+}
+
+// Lane i and lane i + 8, then i + 4, i + 2, i + 1.
+inline float sum(Lanes x) {
+  return fold_sum(_mm256_add_ps(_mm512_castps512_ps256(x.all), _mm512_extractf32x8_ps(x.all, 1)));
+}
+inline float largest(Lanes x) {
+  return fold_largest(
+      _mm256_max_ps(_mm512_castps512_ps256(x.all), _mm512_extractf32x8_ps(x.all, 1)));
+}
+
+}  // namespace quire

@@ -1,0 +1,200 @@
+// Linear layers over packed weights: out[m][n] = bias[n] + sum_k x[m][k] w[n][k].
+//
+// Weights stand in panels of kLanes columns, [panel][k][kLanes], so that one column of a panel is
+// one vector (as bf16 pairs: [panel][k / 2][kLanes][2]). The sum over k runs in order, one fused
+// multiply-add each, for every m and n alone: a row has the same bits whatever the batch. Weights
+// that bf16 holds exactly are kept in bf16 also where the arithmetic is fp32: half the memory to
+// read, the same numbers. Torch twin: kernels.reference.linear.
+#include <algorithm>
+#include <vector>
+
+#include "lanes.h"
+#include "pool.h"
+
+namespace quire {
+
+struct LinearCall {
+  void* out;         // [rows, columns]
+  const void* x;     // [rows, depth]
+  const void* packed;
+  const float* bias;  // [columns] or null
+  int64_t rows, columns, depth;
+  int64_t out_row, x_row;  // strides in elements
+  int64_t x_is_bf16;       // also of out
+  int64_t packed_kind;     // 0: fp32, 1: bf16, 2: bf16 pairs
+};
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kMostRows = 12, kPanelsTogether = 2;
+#else
+constexpr int kMostRows = 6, kPanelsTogether = 2;
+#endif
+constexpr int64_t kPanelsOfUnit = 2;
+constexpr int64_t kAhead = 1024;  // bytes of a panel that are asked for before they are used
+
+inline void ask(const void* at) { __builtin_prefetch(static_cast<const char*>(at) + kAhead); }
+
+// One column of a panel times one number of each row.
+template <class W>
+struct Plain {
+  using Weight = W;
+  using Input = float;
+  static constexpr int64_t kDepth = 1;  // inputs that one step takes
+  static Lanes step(const Weight* w, const Input* x, Lanes sum) {
+    return fma(splat(*x), load(w), sum);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Two inputs at once, multiplied and added by the bf16 unit.
+struct Pairs {
+  using Weight = bf16;
+  using Input = bf16;
+  static constexpr int64_t kDepth = 2;
+  static Lanes step(const Weight* w, const Input* x, Lanes sum) {
+    int32_t pair;
+    std::memcpy(&pair, x, sizeof(pair));
+    const __m512i both = _mm512_set1_epi32(pair), weights = _mm512_loadu_si512(w);
+    return {_mm512_dpbf16_ps(sum.all, reinterpret_cast<__m512bh>(both),
+                             reinterpret_cast<__m512bh>(weights))};
+  }
+};
+#endif
+
+// R rows by P panels.
+template <class Kind, int R, int P, class Out>
+void tile(const LinearCall& call, const typename Kind::Input* x, int64_t x_row,
+          const typename Kind::Weight* panels, int64_t panel_size, int64_t column, Out* out) {
+  Lanes sum[R][P];
+  for (int r = 0; r < R; r++) {
+    for (int p = 0; p < P; p++) sum[r][p] = splat(0.0f);
+  }
+  constexpr int64_t kStep = kLanes * Kind::kDepth;
+  const int64_t steps = panel_size / kStep;
+  for (int64_t k = 0; k < steps; k++) {
+    for (int p = 0; p < P; p++) {
+      const typename Kind::Weight* w = panels + p * panel_size + k * kStep;
+      ask(w);
+      for (int r = 0; r < R; r++) {
+        sum[r][p] = Kind::step(w, x + r * x_row + k * Kind::kDepth, sum[r][p]);
+      }
+    }
+  }
+  for (int p = 0; p < P; p++) {
+    const int64_t first = column + p * kLanes, count = std::min(kLanes, call.columns - first);
+    for (int r = 0; r < R; r++) {
+      Lanes y = sum[r][p];
+      Out* to = out + r * call.out_row + first;
+      if (count == kLanes) {
+        store(to, call.bias == nullptr ? y : y + load(call.bias + first));
+      } else {
+        if (call.bias != nullptr) y = y + load_first(call.bias + first, count);
+        store_first(to, y, count);
+      }
+    }
+  }
+}
+
+template <class Kind, int P, class Out>
+void rows_of(const LinearCall& call, const typename Kind::Input* x, int64_t x_row,
+             const typename Kind::Weight* panels, int64_t panel_size, int64_t column, Out* out) {
+  int64_t m = 0;
+  const auto at = [&](int64_t row) { return x + row * x_row; };
+  const auto to = [&](int64_t row) { return out + row * call.out_row; };
+#define QUIRE_TILE(R)                                                                       \
+  tile<Kind, R, P>(call, at(m), x_row, panels, panel_size, column, to(m)); \
+  m += R
+#if defined(__AVX512F__)
+  while (call.rows - m >= 12) { QUIRE_TILE(12); }
+#endif
+  while (call.rows - m >= 6) { QUIRE_TILE(6); }
+  switch (call.rows - m) {
+    case 5: QUIRE_TILE(5); break;
+    case 4: QUIRE_TILE(4); break;
+    case 3: QUIRE_TILE(3); break;
+    case 2: QUIRE_TILE(2); break;
+    case 1: QUIRE_TILE(1); break;
+    default: break;
+  }
+#undef QUIRE_TILE
+}
+
+template <class Kind, class Out>
+void run(const LinearCall& call, const typename Kind::Input* x, int64_t x_row) {
+  using Weight = typename Kind::Weight;
+  const Weight* packed = static_cast<const Weight*>(call.packed);
+  const int64_t panel_size = up(call.depth, Kind::kDepth) * kLanes;
+  const int64_t panels = (call.columns + kLanes - 1) / kLanes;
+  const int64_t units = (panels + kPanelsOfUnit - 1) / kPanelsOfUnit;
+  // Registers hold kMostRows * 2 sums with AVX2: many rows go panel by panel, few by two.
+  const bool together = call.rows <= 3 || kMostRows > 6;
+  Out* out = static_cast<Out*>(call.out);
+  for_units(units, [&](int64_t unit) {
+    int64_t panel = unit * kPanelsOfUnit;
+    const int64_t end = std::min(panel + kPanelsOfUnit, panels);
+    if (together) {
+      for (; panel + 2 <= end; panel += 2) {
+        rows_of<Kind, 2>(call, x, x_row, packed + panel * panel_size, panel_size, panel * kLanes,
+                         out);
+      }
+    }
+    for (; panel < end; panel++) {
+      rows_of<Kind, 1>(call, x, x_row, packed + panel * panel_size, panel_size, panel * kLanes,
+                       out);
+    }
+  });
+}
+
+// The rows as fp32, in memory that is kept.
+const float* as_floats(const LinearCall& call) {
+  thread_local std::vector<float> kept;
+  if (static_cast<int64_t>(kept.size()) < call.rows * call.depth) {
+    kept.resize(call.rows * call.depth);
+  }
+  for (int64_t row = 0; row < call.rows; row++) {
+    const bf16* from = static_cast<const bf16*>(call.x) + row * call.x_row;
+    float* to = kept.data() + row * call.depth;
+    int64_t k = 0;
+    for (; k + kLanes <= call.depth; k += kLanes) store(to + k, load(from + k));
+    for (; k < call.depth; k++) to[k] = as_float(from[k]);
+  }
+  return kept.data();
+}
+
+}  // namespace
+}  // namespace quire
+
+// 0; 1 when this build can't multiply weights of that kind.
+QUIRE_EXPORT int64_t quire_linear(const quire::LinearCall* call) {
+  using namespace quire;
+  if (call->rows == 0) return 0;
+  if (call->packed_kind == 2) {
+#if defined(__AVX512BF16__)
+    if (!call->x_is_bf16 || call->depth % 2) return 1;
+    run<Pairs, bf16>(*call, static_cast<const bf16*>(call->x), call->x_row);
+    return 0;
+#else
+    return 1;
+#endif
+  }
+  if (call->x_is_bf16) {
+    if (call->packed_kind != 1) return 1;
+    run<Plain<bf16>, bf16>(*call, as_floats(*call), call->depth);
+  } else if (call->packed_kind == 1) {
+    run<Plain<bf16>, float>(*call, static_cast<const float*>(call->x), call->x_row);
+  } else {
+    run<Plain<float>, float>(*call, static_cast<const float*>(call->x), call->x_row);
+  }
+  return 0;
+}
+
+// 2 when weights of bf16 pairs are taken, else 1: the best kind for bf16 inputs.
+QUIRE_EXPORT int64_t quire_bf16_kind() {
+#if defined(__AVX512BF16__)
+  return 2;
+#else
+  return 1;
+#endif
+}

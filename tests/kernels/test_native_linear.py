@@ -1,0 +1,117 @@
+"""Linear layers over packed weights: against float64; a row's bits are its own."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.native.linear import BF16, FP32, PackedLinear, fits_bf16, pack
+from tests.kernels.native import needs_native
+
+pytestmark = needs_native
+
+# Sums of up to 700 terms of size 1, in fp32; bf16 rounds the answer, and its unit adds in pairs.
+TOLERANCE = {torch.float32: 4e-5, torch.bfloat16: 1e-2}
+
+
+def layer(
+    columns: int, depth: int, dtype: torch.dtype, seed: int, exact: bool, bias: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weights, in numbers that bf16 holds where `exact`."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(columns, depth, generator=generator)
+    weight = weight.bfloat16().to(dtype) if exact else weight.to(dtype)
+    return weight, torch.randn(columns, generator=generator).to(dtype) if bias else None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.one_of(st.integers(0, 15), st.sampled_from((24, 31, 64))),
+    columns=st.one_of(st.sampled_from((1, 16, 17, 32, 33, 48)), st.integers(1, 200)),
+    depth=st.one_of(st.sampled_from((1, 2, 3, 64)), st.integers(1, 700)),
+    exact=st.booleans(),
+    bias=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_linear(
+    dtype: torch.dtype, rows: int, columns: int, depth: int, exact: bool, bias: bool, seed: int
+) -> None:
+    weight, offset = layer(columns, depth, dtype, seed, exact, bias)
+    generator = torch.Generator().manual_seed(seed + 1)
+    x = torch.randn(rows, depth + 5, generator=generator).to(dtype)[:, :depth]
+    out = PackedLinear(weight, offset)(x)
+    want = x.double() @ weight.double().T + (0.0 if offset is None else offset.double())
+    assert out.shape == (rows, columns)
+    assert out.dtype == dtype
+    if rows:
+        scale = 1 + want.abs() + (depth**0.5 if dtype == torch.float32 else 0)
+        assert float(((out.double() - want).abs() / scale).max()) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, exact: bool) -> None:
+    """Batches of 1 to 64, every place in them, on one thread and on three."""
+    weight, offset = layer(100, 300, dtype, 3, exact, bias=True)
+    linear = PackedLinear(weight, offset)
+    x = torch.randn(64, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = torch.cat([linear(x[row : row + 1]) for row in range(64)])
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        for size in range(1, 65):
+            assert torch.equal(linear(x[:size]), alone[:size]), (threads, size)
+            assert torch.equal(linear(x[64 - size :]), alone[64 - size :]), (threads, size)
+
+
+def test_weights_that_bf16_holds_take_half_the_memory_and_give_the_same_bits() -> None:
+    weight, _ = layer(64, 200, torch.float32, 5, exact=True, bias=False)
+    x = torch.randn(5, 200)
+    small = PackedLinear(weight)
+    assert small.packed.dtype == torch.bfloat16
+    nudged = weight.clone()
+    nudged[0, 0] *= 1 + 2**-20
+    large = PackedLinear(nudged)
+    assert large.packed.dtype == torch.float32
+    assert torch.equal(small(x)[:, 1:], large(x)[:, 1:])
+
+
+def test_fits_bf16_finds_the_one_that_does_not() -> None:
+    weight = torch.ones(3000, 2000)
+    assert fits_bf16(weight)
+    weight[2999, 1999] = 1 + 2**-12
+    assert not fits_bf16(weight)
+
+
+def test_panels_hold_the_columns_and_zeros_behind_them() -> None:
+    weight = torch.arange(51.0).view(17, 3)
+    packed = pack(weight, FP32)
+    assert packed.shape == (2, 3, 16)
+    assert torch.equal(packed[0].T, weight[:16])
+    assert torch.equal(packed[1, :, 0], weight[16])
+    assert not packed[1, :, 1:].any()
+    assert pack(weight, BF16).dtype == torch.bfloat16
+
+
+def test_a_row_with_nan_leaves_the_others_alone() -> None:
+    weight, _ = layer(40, 64, torch.float32, 5, exact=True, bias=False)
+    linear = PackedLinear(weight)
+    x = torch.randn(7, 64)
+    good = linear(x)
+    x[3, 5] = float("nan")
+    bad = linear(x)
+    assert bad[3].isnan().all()
+    assert torch.equal(bad[[0, 1, 2, 4, 5, 6]], good[[0, 1, 2, 4, 5, 6]])
+
+
+def test_mistakes_are_refused() -> None:
+    linear = PackedLinear(torch.ones(4, 8))
+    for x in (torch.ones(2, 7), torch.ones(8), torch.ones(2, 8).double(), torch.ones(8, 2).T):
+        with pytest.raises(ValueError, match=r"x must be \[rows, 8\] of torch.float32"):
+            linear(x)
+    with pytest.raises(ValueError, match="native kernels take fp32 and bf16"):
+        PackedLinear(torch.ones(4, 8).half())
+    with pytest.raises(ValueError, match=r"bias must be \[columns\]"):
+        PackedLinear(torch.ones(4, 8), torch.ones(8))
+    with pytest.raises(ValueError, match=r"weight must be \[columns, depth\]"):
+        PackedLinear(torch.ones(4))
