@@ -24,6 +24,7 @@ class GatewaySettings:
     drain_s: float
     port: int
     grpc_port: int
+    api_keys_file: str
     max_queued_requests: int
     max_queued_tokens: int
     default_deadline_s: float
@@ -35,10 +36,10 @@ class GatewaySettings:
 
     def validate(self) -> None:
         """Raises SettingsError."""
-        if self.host not in _LOOPBACK:
+        if self.host not in _LOOPBACK and not self.api_keys_file:
             raise SettingsError(
-                f"QUIRE_HOST={self.host!r}: without API keys the gateway serves only this machine; "
-                f"use one of {', '.join(_LOOPBACK)}"
+                f"QUIRE_HOST={self.host!r}: without QUIRE_API_KEYS_FILE the gateway serves only "
+                f"this machine; use one of {', '.join(_LOOPBACK)}, or name a file of API keys"
             )
 
 

@@ -10,9 +10,14 @@ from servicekit.settings import Setting, boolean, choice, integer, number, text
 _BIG = 2**31 - 1
 GATEWAY, SCHEDULER, WORKER, LOCAL = "gateway", "scheduler_svc", "gpu_worker", "local"
 ALL = f"{GATEWAY} {SCHEDULER} {WORKER}"
+BATCHING, MODEL = f"{SCHEDULER} {WORKER}", f"{GATEWAY} {WORKER}"
 _POLICIES = choice("fcfs", "static")
 _PREEMPTION = choice("auto", "recompute")
 _BACKENDS = choice("auto", "native", "torch", "triton")
+_DTYPES = choice("auto", "bfloat16", "float32", aliases={"bf16": "bfloat16", "fp32": "float32"})
+_BUDGET = "tokens, 0: by device (CPU 256, GPU 2048 or 8192)"
+_CONTEXT = "longest prompt and output together"
+_RECOMPUTE = "auto: recompute until swap is built"
 
 
 def _s(services: str, name: str, parse: Any, default: Any, unit: str, help_: str) -> Setting:
@@ -38,6 +43,7 @@ CATALOGUE: tuple[Setting, ...] = (
     # gateway
     _s(GATEWAY, "port", integer(0, 65535), 8000, "port, 0 is a free one", "REST"),
     _s(GATEWAY, "grpc_port", integer(0, 65535), 9000, "port, 0 is a free one", "public gRPC"),
+    _s(GATEWAY, "api_keys_file", text, "", "", "lines tenant:sha256[:weight]; empty: loopback"),
     _s(GATEWAY, "max_queued_requests", integer(1, _BIG), 1024, "requests", "bound of the queue"),
     _s(GATEWAY, "max_queued_tokens", integer(1, _BIG), 4_000_000, "tokens", "bound of the queue"),
     _s(GATEWAY, "default_deadline_s", number(0.1, 86400), 600.0, "s", "life of a request"),
@@ -49,45 +55,22 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(SCHEDULER, "scheduler_port", integer(0, 65535), 0, "port, 0 is a free one", "admin gRPC"),
     _s(SCHEDULER, "scheduling_policy", _POLICIES, "fcfs", "", "fcfs (continuous) or static"),
     _s(SCHEDULER, "static_batch_size", integer(1, 65536), 8, "requests", "batch of `static`"),
-    _s(
-        SCHEDULER, "preemption_mode", _PREEMPTION, "auto", "", "auto: recompute until swap is built"
-    ),
+    _s(SCHEDULER, "preemption_mode", _PREEMPTION, "auto", "", _RECOMPUTE),
     _s(SCHEDULER, "enable_prefix_caching", boolean, True, "", "share KV blocks of equal prefixes"),
     _s(SCHEDULER, "max_inflight_steps", integer(1, 8), 2, "plans", "in flight per worker"),
     _s(SCHEDULER, "lease_ttl_s", number(0.5, 60), 1.5, "s", "leader lease"),
     _s(SCHEDULER, "worker_grace_s", number(0.1, 60), 1.0, "s", "broken session before loss"),
     _s(SCHEDULER, "worker_wait_s", number(0, 3600), 30.0, "s", "no worker before 503"),
     _s(SCHEDULER, "prefill_chunk_tokens", integer(0, _BIG), 0, "tokens, 0: none", "chunk limit"),
-    _s(
-        f"{SCHEDULER} {WORKER}",
-        "max_num_batched_tokens",
-        integer(0, _BIG),
-        0,
-        "tokens, 0: by device (CPU 256, GPU 2048 or 8192)",
-        "token budget of a step",
-    ),
-    _s(f"{SCHEDULER} {WORKER}", "max_num_seqs", integer(1, 4096), 256, "requests", "slots"),
+    _s(BATCHING, "max_num_batched_tokens", integer(0, _BIG), 0, _BUDGET, "token budget of a step"),
+    _s(BATCHING, "max_num_seqs", integer(1, 4096), 256, "requests", "slots"),
     # worker
     _s(WORKER, "worker_port", integer(0, 65535), 0, "port, 0 is a free one", "Session and Tokens"),
     _s(WORKER, "worker_id", text, "", "", "stable name; empty: host name and port"),
     _s(WORKER, "worker_address", text, "", "", "host:port to announce; empty: the one listened on"),
     _s(WORKER, "block_size", integer(4, 128), 16, "tokens", "tokens in a KV block"),
-    _s(
-        f"{WORKER} {GATEWAY}",
-        "max_model_len",
-        integer(0, _BIG),
-        0,
-        "tokens, 0: the model's",
-        "longest prompt and output together",
-    ),
-    _s(
-        WORKER,
-        "dtype",
-        choice("auto", "bfloat16", "float32", aliases={"bf16": "bfloat16", "fp32": "float32"}),
-        "auto",
-        "",
-        "weights and KV",
-    ),
+    _s(MODEL, "max_model_len", integer(0, _BIG), 0, "tokens, 0: the model's", _CONTEXT),
+    _s(WORKER, "dtype", _DTYPES, "auto", "", "weights and KV"),
     _s(WORKER, "kv_cache_gib", number(0, 4096), 0.0, "GiB, 0: by memory", "KV cache"),
     _s(WORKER, "num_gpu_blocks_override", integer(0, _BIG), 0, "blocks, 0: none", "KV cache"),
     _s(WORKER, "gpu_memory_utilization", number(0.05, 0.99), 0.9, "share", "of device memory"),
@@ -95,6 +78,8 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(WORKER, "kv_cache_dtype", choice("auto"), "auto", "", "dtype of the KV cache"),
     _s(WORKER, "tensor_parallel_size", integer(1, 1), 1, "devices", "1 until it is built"),
     _s(WORKER, "attention_backend", _BACKENDS, "auto", "", "paged attention"),
+    _s(WORKER, "fused", boolean, True, "", "lean forward of known models on native kernels"),
+    _s(WORKER, "deterministic", boolean, False, "", "same bits whatever the batch"),
     _s(WORKER, "num_threads", integer(0, 1024), 0, "threads, 0: cores / workers", "of torch"),
     _s(WORKER, "outbox_batches", integer(16, 65536), 4096, "batches", "kept per gateway"),
     # the local launcher

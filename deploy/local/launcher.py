@@ -84,7 +84,7 @@ def _serve(chosen: Options, model_dir: Path, name: str, run_dir: Path, data_dir:
     def on_ready() -> None:
         chat = examples.has_chat_template(model_dir)
         say(f"\nREST {stack.url}/v1   gRPC {chosen.reach}:{stack.grpc_port}   model {name}\n")
-        say(examples.text(stack.url, name, chat))
+        say(examples.text(stack.url, name, chat, keyed=bool(chosen.api_keys_file)))
         say("\nCtrl-C ends it.")
 
     redis_port = stack.redis_port

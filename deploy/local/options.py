@@ -33,6 +33,7 @@ class Options:
     workers: int
     model: str
     served_model_name: str
+    api_keys_file: str
     redis_url: str
     cache_dir: Path
     data_dir: Path | None
@@ -67,6 +68,7 @@ def read(environ: Mapping[str, str], cores: int | None = None) -> Options:
         workers=local["workers"],
         model=gateway["model"],
         served_model_name=gateway["served_model_name"],
+        api_keys_file=gateway["api_keys_file"],
         redis_url=merged.get("QUIRE_REDIS_URL", ""),
         cache_dir=Path(local["cache_dir"]).expanduser(),
         data_dir=Path(data_dir).expanduser().resolve() if data_dir else None,

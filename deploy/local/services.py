@@ -14,6 +14,8 @@ from deploy.local.children import Launch, Role, Spec
 from deploy.local.options import Options
 from deploy.local.ports import FreePorts
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
@@ -38,7 +40,8 @@ def plan(
     redis_url = chosen.redis_url or f"redis://127.0.0.1:{redis_port}/0"
     common = {
         **chosen.environ,
-        "QUIRE_HOST": chosen.host,
+        # What only this machine's own processes speak to has no keys: it stays here.
+        "QUIRE_HOST": chosen.host if chosen.host in LOOPBACK else LOOPBACK[0],
         "QUIRE_PORT": str(rest),
         "QUIRE_GRPC_PORT": str(grpc),
         "QUIRE_REDIS_URL": redis_url,
@@ -51,7 +54,7 @@ def plan(
         specs.append(_redis(redis_port, data_dir))
     specs.append(_scheduler(common, ports))
     specs += [_worker(common, chosen, index, ports) for index in range(chosen.workers)]
-    specs.append(_gateway(common, rest, grpc, ports))
+    specs.append(_gateway({**common, "QUIRE_HOST": chosen.host}, rest, grpc, ports))
     reach = f"[{chosen.reach}]" if ":" in chosen.reach else chosen.reach
     return Stack(
         specs=tuple(specs),

@@ -125,11 +125,13 @@ class Answering(BaseHTTPRequestHandler):
     """Streams a fixed answer in the framing of the API."""
 
     asked: list[tuple[str, Any]]
+    keys: list[str | None]
 
     def do_POST(self) -> None:
         """Three chunks and the end."""
         length = int(self.headers["Content-Length"])
         self.asked.append((self.path, json.loads(self.rfile.read(length))))
+        self.keys.append(self.headers.get("Authorization"))
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -154,30 +156,35 @@ class Answering(BaseHTTPRequestHandler):
 @pytest.fixture
 def api() -> Any:
     """A server that answers as the gateway would."""
-    handler = type("Handler", (Answering,), {"asked": []})
+    handler = type("Handler", (Answering,), {"asked": [], "keys": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", handler.asked  # type: ignore[attr-defined]
+    yield f"http://127.0.0.1:{server.server_port}", handler  # type: ignore[attr-defined]
     server.shutdown()
     server.server_close()
     thread.join()
 
 
+@pytest.mark.parametrize("keyed", [True, False])
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("make", [examples.curl, examples.one_liner, examples.openai_sdk])
-def test_each_printed_example_works_as_printed(api: Any, make: Any, chat: bool) -> None:
+def test_each_printed_example_works_as_printed(
+    api: Any, make: Any, chat: bool, keyed: bool
+) -> None:
     """Only the path of the environment differs here."""
-    url, asked = api
-    printed = make(url, "some'model", chat).replace(".venv/bin/python", sys.executable)
+    url, handler = api
+    printed = make(url, "some'model", chat, keyed).replace(".venv/bin/python", sys.executable)
     environ = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
+    environ[examples.KEY_VARIABLE] = "sk-mine"
     answer = subprocess.run(
         ["sh", "-c", printed], capture_output=True, text=True, check=True, env=environ, cwd=ROOT
     ).stdout
     if make is not examples.curl:
         assert answer == "Paris.\n"
     assert "is." in answer
-    path, body = asked[-1]
+    assert (handler.keys[-1] == "Bearer sk-mine") is keyed
+    path, body = handler.asked[-1]
     assert path == ("/v1/chat/completions" if chat else "/v1/completions")
     assert body["model"] == "some'model"
     assert body["stream"] is True

@@ -133,3 +133,14 @@ def test_the_address_to_ask_is_one_that_can_be_reached() -> None:
     """0.0.0.0 is for listening."""
     assert options.read({"QUIRE_HOST": "0.0.0.0"}).reach == "127.0.0.1"
     assert options.read({"QUIRE_HOST": "::1"}).reach == "::1"
+
+
+def test_only_the_gateway_listens_where_others_reach() -> None:
+    """The other services have no keys."""
+    environ = {"QUIRE_HOST": "0.0.0.0", "QUIRE_API_KEYS_FILE": "keys", "WORKERS": "2"}
+    hosts = {name: child.get("QUIRE_HOST") for name, child in environments(environ).items()}
+    assert hosts.pop("gateway") == "0.0.0.0"
+    hosts.pop("redis")
+    assert set(hosts.values()) == {"127.0.0.1"}
+    assert len(hosts) == 3
+    assert environments({"QUIRE_HOST": "::1"})["worker-0"]["QUIRE_HOST"] == "::1"

@@ -1,4 +1,4 @@
-"""The gateway's settings: the catalogue's names, and no address but this machine's."""
+"""The gateway's settings: the catalogue's names, and who is served without keys."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -17,10 +17,13 @@ def test_every_setting_of_the_catalogue_is_a_field() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "example.com"])
-def test_only_this_machine_is_served(host: str) -> None:
-    """There are no API keys yet."""
-    with pytest.raises(SettingsError, match="QUIRE_HOST"):
+def test_without_keys_only_this_machine_is_served(host: str) -> None:
+    """There is no key by default, and no address that would do without one."""
+    with pytest.raises(SettingsError, match=r"QUIRE_HOST.*QUIRE_API_KEYS_FILE"):
         settings.load([], {"QUIRE_HOST": host})
+    with pytest.raises(SettingsError, match="QUIRE_HOST"):
+        settings.load([], {"QUIRE_HOST": host, "QUIRE_API_KEYS_FILE": " "})
+    assert settings.load([], {"QUIRE_HOST": host, "QUIRE_API_KEYS_FILE": "keys"}).host == host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
