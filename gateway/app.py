@@ -4,16 +4,23 @@ import asyncio
 import secrets
 
 import grpc.aio
+from quire.oip import open_inference_pb2_grpc
 from quire.v1 import inference_pb2_grpc
 from redis.exceptions import RedisError
 
+from gateway.adapters.keys_file import KeysFile
 from gateway.adapters.queue_redis import RedisQueue
 from gateway.adapters.tokenizer_hf import HfTokenizer, ModelFilesError, load_model
 from gateway.adapters.tokens_grpc import TokensFleet
+from gateway.core.keys import KeysError
 from gateway.core.types import ModelInfo
 from gateway.engine import Engine, EngineConfig
+from gateway.grpc_auth import KeyInterceptor, tenant
 from gateway.grpc_service import SERVICE_NAME, InferenceService
 from gateway.metrics import GatewayMetrics
+from gateway.oip_service import SERVICE_NAME as OPEN_INFERENCE
+from gateway.oip_service import OpenInferenceService
+from gateway.rest.auth import no_keys
 from gateway.rest.routes import Rest
 from gateway.rest.server import RestServer
 from gateway.settings import GatewaySettings
@@ -21,10 +28,15 @@ from servicekit import logs, model_files
 from servicekit.grpc_server import Server
 from servicekit.metrics import new_registry
 from servicekit.ops import OpsServer
+from servicekit.settings import SettingsError
 
 # After the drain: time for the last frames and cancels to leave.
 LAST_WORDS_S = 2
 START_RETRY_S = 0.5
+# The public gRPC port: calls in all, answers on one connection, bytes of a call's metadata.
+MAX_CALLS = 8192
+MAX_CALLS_PER_CONNECTION = 1024
+MAX_METADATA_BYTES = 16_384
 
 
 class Gateway:
@@ -37,6 +49,7 @@ class Gateway:
         reply_to = secrets.token_bytes(16)
         registry = new_registry()
         self._tokenizer = tokenizer
+        self._keys = keys = KeysFile(settings.api_keys_file) if settings.api_keys_file else None
         self.ports: dict[str, int] = {}
         self.queue = RedisQueue(
             url=settings.redis_url,
@@ -66,20 +79,40 @@ class Gateway:
             metrics=GatewayMetrics(registry, model.name),
         )
         self.rest = RestServer(
-            Rest(self.engine, registry, settings.max_body_bytes).app(), LAST_WORDS_S
+            Rest(
+                self.engine,
+                registry,
+                settings.max_body_bytes,
+                keys.current if keys is not None else no_keys,
+            ).app(),
+            LAST_WORDS_S,
         )
-        self.grpc = Server(self._register, [SERVICE_NAME])
+        self.grpc = Server(
+            self._register,
+            [SERVICE_NAME, OPEN_INFERENCE],
+            [KeyInterceptor(keys.current)] if keys is not None else [],
+            public_limits(settings.max_body_bytes),
+            MAX_CALLS,
+        )
         self.ops = OpsServer(registry, lambda: self.engine.ready)
         self._log = self._log.bind(gateway_id=gateway_id)
 
     def _register(self, server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(self.engine),  # type: ignore[no-untyped-call]
+            InferenceService(self.engine, tenant),  # type: ignore[no-untyped-call]
+            server,
+        )
+        open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            OpenInferenceService(self.engine),  # type: ignore[no-untyped-call]
             server,
         )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains. Raises OSError if a port is taken."""
+        if self._keys is None:
+            self._log.warning("no_api_keys", serves="this machine only, JSON with a local Host")
+        else:
+            self._log.info("keys_loaded", keys=len(self._keys.current()))
         host = self._settings.host
         listener = self.rest.listen(host, self._settings.port)
         self._listening("rest", int(listener.getsockname()[1]))
@@ -91,6 +124,8 @@ class Gateway:
                 group.create_task(self.fleet.run(self.engine)),
                 group.create_task(self.engine.run()),
             ]
+            if self._keys is not None:
+                tasks.append(group.create_task(self._keys.run()))
             server = group.create_task(self.rest.serve(listener))
             await self._wait_for_redis(stop)
             if not stop.is_set():
@@ -133,6 +168,17 @@ class Gateway:
         self._log.info("listening", what=what, port=port, host=self._settings.host)
 
 
+def public_limits(max_message_bytes: int) -> dict[str, int]:
+    """What a client may ask of the public gRPC port, and how often it may ping."""
+    return {
+        "grpc.max_receive_message_length": max_message_bytes,
+        "grpc.max_concurrent_streams": MAX_CALLS_PER_CONNECTION,
+        "grpc.max_metadata_size": MAX_METADATA_BYTES,
+        "grpc.absolute_max_metadata_size": MAX_METADATA_BYTES,
+        "grpc.http2.max_ping_strikes": 2,
+    }
+
+
 async def _first(stop: asyncio.Event, server: asyncio.Task[None]) -> None:
     """Waits for the order to stop, or the REST server's unexpected end."""
     waiting = asyncio.get_running_loop().create_task(stop.wait())
@@ -166,9 +212,13 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
     )
+    try:
+        gateway = Gateway(settings, model, tokenizer)
+    except KeysError as error:
+        raise SettingsError(f"QUIRE_API_KEYS_FILE: {error}") from error
     code = 0
     try:
-        await Gateway(settings, model, tokenizer).run(stop)
+        await gateway.run(stop)
     except* OSError as group:
         log.error("cannot_listen", why=str(group.exceptions[0]))
         code = 1

@@ -1,56 +1,74 @@
-"""The REST routes, and the checks before them: host, content type, size of the body."""
+"""The REST application: its routes, the OpenAI ones' handlers, and what becomes of errors."""
 
-import asyncio
 from datetime import UTC, datetime
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from gateway.core.errors import GatewayError, RejectReason, RequestRejected
 from gateway.engine import Engine
+from gateway.rest import openapi
 from gateway.rest.answer import Answer
-from gateway.rest.errors import from_pydantic, response_of, to_json
+from gateway.rest.auth import Guarded, Open, Ring, WithKeys, caller_of, no_keys, shape_of
+from gateway.rest.bodies import BodyReader
+from gateway.rest.errors import response_of, to_json
+from gateway.rest.oip import OpenInferenceRoutes
 from gateway.rest.schemas import ChatBody, CompletionBody
 from gateway.rest.sse import Head
+from gateway.rest.tgi import TgiRoutes
+from gateway.rest.tokenize import TokenizeRoutes
 from gateway.settings import VERSION
 from servicekit import logs
 
-BODY_TIMEOUT_S = 30.0
-_LOCAL = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _Body = TypeVar("_Body", CompletionBody, ChatBody)
 _log = logs.get_logger("gateway.rest")
 
 
 class Rest:
-    """Handlers over one engine."""
+    """The application over one engine. `ring` gives the keys in force."""
 
-    def __init__(self, engine: Engine, registry: CollectorRegistry, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        registry: CollectorRegistry,
+        max_body_bytes: int,
+        ring: Ring = no_keys,
+    ) -> None:
         self._engine = engine
         self._registry = registry
-        self._max_body_bytes = max_body_bytes
+        self._ring = ring
+        self._reader = BodyReader(max_body_bytes)
         self._created = int(datetime.now(tz=UTC).timestamp())
+
+    def routes(self) -> list[Open]:
+        """Every route. An Open one that is not Guarded needs no key; a test holds their list."""
+        return [
+            Guarded("/v1/completions", self.completions, methods=["POST"]),
+            Guarded("/v1/chat/completions", self.chat, methods=["POST"]),
+            Guarded("/v1/models", self.models),
+            Guarded("/v1/models/{name:path}", self.model),
+            *TokenizeRoutes(self._engine, self._reader).routes(),
+            *TgiRoutes(self._engine, self._reader).routes(),
+            *OpenInferenceRoutes(self._engine, self._reader).routes(),
+            Guarded("/openapi.json", self.openapi),
+            Guarded("/metrics", self.metrics),
+            Open("/health", self.health),
+            Open("/ready", self.ready),
+            Open("/version", self.version),
+        ]
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
-        routes = [
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
-            Route("/health", self.health),
-            Route("/ready", self.ready),
-            Route("/version", self.version),
-            Route("/metrics", self.metrics),
-        ]
         handlers = {GatewayError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
-        return LocalOnly(Starlette(routes=routes, exception_handlers=handlers))  # type: ignore[arg-type]
+        app = Starlette(routes=self.routes(), exception_handlers=handlers)  # type: ignore[arg-type]
+        # A redirect would be built from the Host header, and would say that a route exists.
+        app.router.redirect_slashes = False
+        return WithKeys(app, self._ring)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -71,6 +89,10 @@ class Rest:
                 RejectReason.MODEL_NOT_FOUND, "The model is not served here.", param="model"
             )
         return _json(self._model())
+
+    async def openapi(self, _: Request) -> Response:
+        """GET /openapi.json."""
+        return _json(openapi.document(self._engine.model, self._engine.max_model_len))
 
     async def health(self, _: Request) -> Response:
         """The process is well and not leaving."""
@@ -100,15 +122,11 @@ class Rest:
         }
 
     async def _generate(self, request: Request, schema: type[_Body]) -> Response:
-        data = await self._read_body(request)
-        client_id = _printable(request.headers.get("x-request-id", ""))
-        try:
-            body = schema.model_validate_json(data)
-        except ValidationError as error:
-            raise from_pydantic(error) from error
+        caller = caller_of(request)
+        body = await self._reader.read(request, schema)
         lives = await self._engine.submit_all(
             body.to_raws(
-                client_id=client_id, traceparent=request.headers.get("traceparent", "")
+                client_id=caller.client_id, tenant=caller.tenant, traceparent=caller.traceparent
             )
         )
         head = Head(
@@ -120,85 +138,30 @@ class Rest:
             continuous_usage=body.continuous_usage,
             return_token_ids=bool(body.return_token_ids),
         )
-        return Answer(self._engine, lives, head, stream=bool(body.stream), client_id=client_id)
-
-    async def _read_body(self, request: Request) -> bytes:
-        """The body, refused as soon as it is seen to be too large."""
-        media = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        if media != "application/json" or request.headers.get("content-encoding"):
-            raise RequestRejected(
-                RejectReason.MEDIA_TYPE, "The content type must be application/json, not encoded."
-            )
-        length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length[:20]) > self._max_body_bytes:
-            raise self._too_large()
-        data = bytearray()
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                async for piece in request.stream():
-                    data += piece
-                    if len(data) > self._max_body_bytes:
-                        raise self._too_large()
-        except TimeoutError:
-            raise RequestRejected(
-                RejectReason.SLOW_BODY, f"The body did not come within {BODY_TIMEOUT_S:.0f} s."
-            ) from None
-        return bytes(data)
-
-    def _too_large(self) -> RequestRejected:
-        return RequestRejected(
-            RejectReason.TOO_LARGE, f"The body is larger than {self._max_body_bytes} bytes."
+        return Answer(
+            self._engine, lives, head, stream=bool(body.stream), client_id=caller.client_id
         )
 
 
-class LocalOnly:
-    """Refuses requests whose Host is not this machine: a web page must not reach a local server."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks, then hands on."""
-        if scope["type"] != "http":
-            raise RuntimeError(f"unexpected scope {scope['type']}")
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) == 1 and _host_name(hosts[0]) in _LOCAL:
-            await self._app(scope, receive, send)
-            return
-        error = RequestRejected(RejectReason.HOST, "The Host header must name this machine.")
-        await response_of(error)(scope, receive, send)
+async def _on_error(request: Request, error: GatewayError) -> Response:
+    return response_of(error, shape_of(request.scope))
 
 
-def _host_name(value: bytes) -> str:
-    """The name in a Host header, "" if it is malformed."""
-    text = value.decode("latin-1").lower()
-    name, _, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
-    if not name:
-        return text
-    return name if port == "" or (port.isascii() and port.isdigit()) else ""
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
+    """What the router itself has to say."""
+    if error.status_code == 405:
+        refused = RequestRejected(RejectReason.METHOD, "The method is not allowed here.")
+    else:
+        refused = RequestRejected(RejectReason.NOT_FOUND, "There is nothing at this path.")
+    return response_of(refused, shape_of(request.scope), error.headers)
 
 
-def _printable(text: str) -> str:
-    """A client's id as it may be echoed in a header."""
-    return "".join(c for c in text[:128] if c.isascii() and c.isprintable())
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The text of an exception stays in the log."""
+    _log.error("request_failed", error=type(error).__name__, exc_info=error)
+    failed = GatewayError("The gateway failed on this request.")
+    return response_of(failed, shape_of(request.scope))
 
 
 def _json(value: object, status: int = 200) -> Response:
     return Response(to_json(value), status, media_type="application/json")
-
-
-async def _on_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, GatewayError)
-    return response_of(error)
-
-
-async def _on_http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        return response_of(RequestRejected(RejectReason.METHOD, "Method not allowed."))
-    return response_of(RequestRejected(RejectReason.NOT_FOUND, "Not found."))
-
-
-async def _on_bug(_: Request, error: Exception) -> Response:
-    _log.error("unhandled", exc_info=error)
-    return response_of(GatewayError("Internal error."))
