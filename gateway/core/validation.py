@@ -248,14 +248,8 @@ def fit(
     param = checked.prompt.name
     if num_prompt_tokens == 0:
         raise invalid(param, "must hold at least one token")
+    _check_room(param, num_prompt_tokens, max_model_len)
     room = max_model_len - num_prompt_tokens
-    if room < 1:
-        raise RequestRejected(
-            RejectReason.INVALID,
-            f"{param}: {num_prompt_tokens} tokens leave no room for output in the context of "
-            f"{max_model_len} tokens.",
-            param=param,
-        )
     scoring = checked.echo and checked.num_logprobs is not None
     num_values = num_prompt_tokens * ((checked.num_logprobs or 0) + 1)
     if scoring and num_values > MAX_PROMPT_LOGPROBS:
@@ -304,6 +298,7 @@ def check_prompt(raw: RawRequest, model: ModelInfo) -> CheckedPrompt:
         _check_length(name, len(raw.text), model)
         _check_text(name, raw.text)
     elif raw.token_ids:
+        _check_room(name, len(raw.token_ids), model.max_model_len)
         check_token_ids(name, raw.token_ids, model)
     return CheckedPrompt(
         text=raw.text,
@@ -354,6 +349,15 @@ def _max_tokens(raw: RawRequest, model: ModelInfo) -> int | None:
             f"{_shown(raw.max_tokens)} is more than the context of {model.max_model_len} tokens",
         )
     return raw.max_tokens
+
+
+def _check_room(param: str, num_tokens: int, max_model_len: int) -> None:
+    if num_tokens >= max_model_len:
+        raise invalid(
+            param,
+            f"{num_tokens} tokens leave no room for output in the context of "
+            f"{max_model_len} tokens",
+        )
 
 
 def _check_length(param: str, num_chars: int, model: ModelInfo) -> None:

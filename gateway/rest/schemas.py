@@ -93,12 +93,8 @@ class CommonBody(BaseModel):
     repetition_penalty: StrictNumber | None = None
     logit_bias: Biases | None = None
     echo: StrictBool | None = None
-    stop: StrictStr | Annotated[list[StrictStr], Field(fail_fast=True, max_length=1024)] | None = (
-        None
-    )
-    stop_token_ids: Annotated[list[StrictInt], Field(fail_fast=True, max_length=65536)] | None = (
-        None
-    )
+    stop: StrictStr | Annotated[list[StrictStr], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[StrictInt], Field(fail_fast=True)] | None = None
     include_stop_str_in_output: StrictBool | None = None
     ignore_eos: StrictBool | None = None
     min_tokens: StrictInt | None = None
@@ -248,9 +244,10 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
         kinds = set(map(type, prompt))
         if kinds <= {int}:
             return [prompt]
-        if kinds == {str} or (kinds == {list} and all(set(map(type, p)) <= {int} for p in prompt)):
+        if kinds in ({str}, {list}):
             check_count(len(prompt))
-            return prompt
+            if kinds == {str} or all(set(map(type, ids)) <= {int} for ids in prompt):
+                return prompt
     raise invalid(
         "prompt",
         "must be a string, a list of token ids, or a list of several of the one or of the other",

@@ -1,6 +1,7 @@
 """REST and gRPC ask one validator: what one takes or refuses, so does the other."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from gateway import codec
 from gateway.core.errors import RequestRejected
 from gateway.core.types import FinishReason, ModelInfo, QueuedRequest, RequestId, Sampling
 from gateway.core.validation import CheckedRequest, RawRequest, check
+from gateway.rest.bodies import parse
 from gateway.rest.schemas import ChatBody, CompletionBody
 
 MODEL = ModelInfo(name="m", digest="d", vocab_size=50, max_model_len=64, eos_token_ids=(2,))
@@ -19,7 +21,13 @@ INT64 = st.one_of(
     st.sampled_from([2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63 - 1, -(2**63), 10**9]),
 )
 NUMBER = st.one_of(
-    st.sampled_from([0.0, 1.0, 2.0, 2.0000001, -0.0, 1e-300, 1e308]), st.floats(-1, 3)
+    st.sampled_from([0.0, 1.0, 2.0, 2.0000001, -2.0, -0.0, 0.01, 100.0, 101.0, 1e-300, 1e308]),
+    st.floats(-3, 3),
+)
+NAME = st.one_of(st.text(max_size=5), st.sampled_from(["", "\0", "x" * 256, "x" * 257]))
+BIASES = st.one_of(
+    st.dictionaries(INT64, st.one_of(NUMBER, st.just(-100.0)), max_size=3),
+    st.just(dict.fromkeys(range(1025), 0.0)),
 )
 PROMPT = st.one_of(
     st.fixed_dictionaries({"text": st.text(max_size=5)}),
@@ -38,24 +46,42 @@ PROMPT = st.one_of(
         }
     ),
 )
-FIELDS = st.fixed_dictionaries(
-    {},
-    optional={
-        "model": st.sampled_from(["", "m", "other"]),
-        "max_tokens": INT64,
-        "temperature": NUMBER,
-        "top_p": NUMBER,
-        "top_k": INT64,
-        "seed": INT64,
-        "stop": st.lists(
-            st.one_of(st.text(max_size=3), st.just("x" * 1025)), min_size=1, max_size=18
-        ),
-        "stop_token_ids": st.lists(INT64, max_size=3),
-        "ignore_eos": st.booleans(),
-        "min_tokens": INT64,
-        "priority": INT64,
-    },
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.sampled_from(["", "m", "other"]),
+    "max_tokens": INT64,
+    "temperature": NUMBER,
+    "top_p": NUMBER,
+    "top_k": INT64,
+    "seed": INT64,
+    "stop": st.lists(st.one_of(st.text(max_size=3), st.just("x" * 1025)), min_size=1, max_size=18),
+    "stop_token_ids": st.lists(INT64, max_size=3),
+    "ignore_eos": st.booleans(),
+    "min_tokens": INT64,
+    "priority": INT64,
+    "min_p": NUMBER,
+    "presence_penalty": NUMBER,
+    "frequency_penalty": NUMBER,
+    "repetition_penalty": NUMBER,
+    "logit_bias": BIASES,
+    "logprobs": st.one_of(INT64, st.sampled_from([0, 20, 21])),
+    "echo": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "add_special_tokens": st.booleans(),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.booleans(),
+    "deadline_ms": INT64,
+    "cache_salt": NAME,
+    "user": NAME,
+}
+# Few at a time: what is refused first hides the rest.
+SOME_FIELDS = st.lists(st.sampled_from(sorted(FIELDS)), unique=True, max_size=3).flatmap(
+    lambda names: st.fixed_dictionaries({name: FIELDS[name] for name in names})
 )
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+# What gRPC has in one message, REST has in one of its two bodies.
+CHAT_ONLY = ("add_generation_prompt", "continue_final_message")
+COMPLETION_ONLY = ("add_special_tokens",)
 
 
 def verdict(raw: RawRequest) -> CheckedRequest | tuple[str, str | None, str]:
@@ -67,18 +93,26 @@ def verdict(raw: RawRequest) -> CheckedRequest | tuple[str, str | None, str]:
 
 
 def by_rest(prompt: dict[str, Any], fields: dict[str, Any]) -> RawRequest:
-    """Through JSON."""
+    """Through JSON. A chat asks for logprobs with two fields."""
     body = dict(fields)
     schema: type[CompletionBody | ChatBody] = CompletionBody
     if "messages" in prompt:
         schema, body["messages"] = ChatBody, prompt["messages"]
+        if "logprobs" in body:
+            body["top_logprobs"], body["logprobs"] = body["logprobs"], True
     else:
         body["prompt"] = next(iter(prompt.values()))
-    return schema.model_validate_json(json.dumps(body)).to_raw("")
+    if "logit_bias" in body:
+        body["logit_bias"] = {str(token): bias for token, bias in body["logit_bias"].items()}
+    parsed = parse(json.dumps(body).encode(), schema)
+    [raw] = parsed.to_raws(client_id="", tenant="t", traceparent=TRACE)
+    return replace(raw, num_logprobs_name="logprobs")
 
 
 def by_grpc(prompt: dict[str, Any], fields: dict[str, Any]) -> RawRequest:
-    """Through bytes."""
+    """Through bytes. What REST's body for this prompt does not have is left out."""
+    unknown = COMPLETION_ONLY if "messages" in prompt else CHAT_ONLY
+    fields = {name: value for name, value in fields.items() if name not in unknown}
     request = inference_pb2.GenerateRequest(**fields)
     if "messages" in prompt:
         request.messages.SetInParent()
@@ -90,15 +124,23 @@ def by_grpc(prompt: dict[str, Any], fields: dict[str, Any]) -> RawRequest:
     else:
         request.text = prompt["text"]
     return codec.decode_generate(
-        inference_pb2.GenerateRequest.FromString(request.SerializeToString())
+        inference_pb2.GenerateRequest.FromString(request.SerializeToString()),
+        tenant="t",
+        traceparent=TRACE,
     )
 
 
-@settings(max_examples=400)
-@given(prompt=PROMPT, fields=FIELDS)
+@settings(max_examples=1000)
+@given(prompt=PROMPT, fields=SOME_FIELDS)
 def test_verdicts_are_equal(prompt: dict[str, Any], fields: dict[str, Any]) -> None:
     """And so is what will be run."""
     assert verdict(by_rest(prompt, fields)) == verdict(by_grpc(prompt, fields))
+
+
+def test_every_field_is_compared() -> None:
+    """A field that is added to the contract is added here."""
+    wire = {field.name for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields}
+    assert wire - {"text", "token_ids", "messages", "client_request_id"} == set(FIELDS)
 
 
 def test_finish_reasons_are_the_wires() -> None:
@@ -126,8 +168,18 @@ def test_a_queued_request_carries_everything() -> None:
                 seed=2**64 - 1,
                 stop_token_ids=(5, 6),
                 min_tokens=1,
+                min_p=0.125,
+                presence_penalty=-2.0,
+                frequency_penalty=1.5,
+                repetition_penalty=0.5,
+                logit_bias=((3, 100.0), (4, -0.5)),
+                num_logprobs=0,
+                prompt_logprobs=True,
             ),
             priority=-7,
+            life_ms=5,
+            cache_salt=b"salt",
+            traceparent=TRACE,
         ),
         "gateway",
         b"s" * 16,
@@ -147,7 +199,17 @@ def test_a_queued_request_carries_everything() -> None:
             seed=2**64 - 1,
             stop_token_ids=[5, 6],
             min_tokens=1,
+            min_p=0.125,
+            presence_penalty=-2.0,
+            frequency_penalty=1.5,
+            repetition_penalty=0.5,
+            logit_bias_token_ids=[3, 4],
+            logit_biases=[100.0, -0.5],
+            num_logprobs=0,
+            prompt_logprobs=True,
         ),
         priority=-7,
+        cache_salt=b"salt",
+        traceparent=TRACE,
     )
     assert queue_pb2.QueueEntry.FromString(data) == queue_pb2.QueueEntry(request=expected)
