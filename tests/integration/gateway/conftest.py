@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
@@ -50,11 +51,15 @@ class World:
         await self.until(lambda: len(self.scheduler.requests) > number)
         return self.scheduler.requests[number]
 
-    async def say(self, request: queue_pb2.QueuedRequest, text: str = "", **row: int) -> None:
+    async def say(self, request: queue_pb2.QueuedRequest, text: str = "", **row: Any) -> None:
         """The worker sends tokens of a request."""
         await self.worker.send(
             request.reply_to, Row(request_id=request.request_id, text=text, **row)
         )
+
+    def notice(self, request: queue_pb2.QueuedRequest, **fields: Any) -> queue_pb2.Notice:
+        """Of the scheduler, about a request."""
+        return queue_pb2.Notice(request_id=request.request_id, **fields)
 
     async def ready(self) -> None:
         """Waits until the gateway would serve."""

@@ -21,7 +21,7 @@ STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A request's part of a batch."""
+    """A request's part of a batch, with logprobs where num_top is given."""
 
     request_id: bytes
     text: str = ""
@@ -29,6 +29,21 @@ class Row:
     attempt: int = 1
     finish: int = 0
     cached: int = 0
+    num_top: int | None = None
+    prompt_rows: int = 0
+
+    def logprobs(self, entry: int) -> worker_pb2.TokenLogprobs:
+        """-0.5 for each token; beside it the token itself and those after it, one less each."""
+        ids = [65] * self.prompt_rows + [ord(c) for c in self.text]
+        tops = range(self.num_top or 0)
+        return worker_pb2.TokenLogprobs(
+            entry=entry,
+            num_prompt_rows=self.prompt_rows,
+            logprobs=[-0.5] * len(ids),
+            num_top=len(tops),
+            top_token_ids=[i + k for i in ids for k in tops],
+            top_logprobs=[-0.5 - k for _ in ids for k in tops],
+        )
 
 
 @dataclass
@@ -100,6 +115,7 @@ class FakeWorker:
                 token_ids=[ord(c) for row in rows for c in row.text],
                 finish_reasons=[common_pb2.FinishReason.ValueType(row.finish) for row in rows],
                 num_cached_tokens=[row.cached for row in rows],
+                logprobs=[row.logprobs(i) for i, row in enumerate(rows) if row.num_top is not None],
             )
         )
         await self._wake()
