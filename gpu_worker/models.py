@@ -13,9 +13,10 @@ of other kinds, position biases) shows there.
 import inspect
 import itertools
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from gpu_worker.attention import (
     UnsupportedModelError,
     register,
 )
+
+if TYPE_CHECKING:
+    from gpu_worker.fused import FusedModel
 
 SERVED_LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
 
@@ -69,6 +73,8 @@ class LoadedModel:
     max_position_embeddings: int
     weight_bytes: int
     keeps_logits: bool  # its forward takes logits_to_keep
+    calls: tuple[LayerCall, ...]  # what its attention layers asked for, by layer
+    fused: "FusedModel | None" = None  # computes the forward in the module's place
 
 
 def refusal(config: Any) -> str | None:
@@ -199,6 +205,7 @@ def load(folder: Path, *, dtype: str, device: torch.device, log: Any) -> LoadedM
 def wrap(module: Any, device: torch.device) -> LoadedModel:
     """Probes a module whose attention implementation is IMPLEMENTATION."""
     text = module.config.get_text_config(decoder=True)
+    calls = _probe(module, device)
     seen: dict[int, Tensor] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         seen[tensor.data_ptr()] = tensor
@@ -207,12 +214,46 @@ def wrap(module: Any, device: torch.device) -> LoadedModel:
         name=module.config.model_type,
         device=device,
         dtype=module.dtype,
-        kv_shape=_probe(module, device, text),
+        kv_shape=_kv_shape(module.config.model_type, calls, text),
         vocab_size=text.vocab_size,
         max_position_embeddings=int(getattr(text, "max_position_embeddings", None) or 2048),
         weight_bytes=sum(tensor.nbytes for tensor in seen.values()),
         keeps_logits="logits_to_keep" in inspect.signature(module.forward).parameters,
+        calls=tuple(calls),
     )
+
+
+def fuse(
+    model: LoadedModel, backend: str, *, wanted: bool, deterministic: bool, log: Any
+) -> LoadedModel:
+    """With the lean forward of gpu_worker.fused, where it is wanted and knows the model.
+
+    Only that forward computes a row by arithmetic which the batch does not change: with
+    `deterministic`, raises UnsupportedModelError where the model has to do without.
+    """
+    reason = None if wanted else "QUIRE_FUSED=0"
+    if backend != "native":
+        reason = f"the {backend} back end computes attention"
+    if reason is None:
+        from gpu_worker.fused import FusedModel, NotRecognisedError
+
+        try:
+            began = time.monotonic()
+            fused = FusedModel(model.module, model.calls, deterministic=deterministic)
+            log.info(
+                "weights packed for native kernels",
+                linear=fused.kinds_of_linear,
+                seconds=round(time.monotonic() - began, 1),
+            )
+            return replace(model, fused=fused)
+        except NotRecognisedError as error:
+            reason = str(error)
+    if deterministic:
+        raise UnsupportedModelError(
+            f"can't serve {model.name} with QUIRE_DETERMINISTIC=1: {reason}"
+        )
+    log.info("the model's own modules compute it", model_type=model.name, reason=reason)
+    return model
 
 
 def forward(
@@ -224,6 +265,8 @@ def forward(
     logits_indices: Tensor,
 ) -> Tensor:
     """Logits [len(logits_indices), vocabulary] of the flat batch; KV goes into the cache."""
+    if model.fused is not None:
+        return model.fused.forward(context, step, token_ids, positions, logits_indices)
     keep = {"logits_to_keep": logits_indices} if model.keeps_logits else {}
     with context.active(step):
         output = model.module(
@@ -250,6 +293,8 @@ def fix_rotary(model: LoadedModel, max_model_len: int) -> None:
                 if "dynamic" in kind or kind == "longrope":
                     module(x, last, layer_type)
             module.rope_type = dict.fromkeys(kinds, "fixed")
+    if model.fused is not None:
+        model.fused.set_positions(max_model_len)
 
 
 class _NoAttention:
@@ -292,7 +337,7 @@ def one_row(start: int, length: int, table: Tensor, block_size: int) -> StepTabl
 
 
 @torch.inference_mode()
-def _probe(module: Any, device: torch.device, text: Any) -> KvShape:
+def _probe(module: Any, device: torch.device) -> list[LayerCall]:
     """Sees each attention layer's call in a forward of two tokens."""
     name = module.config.model_type
     context = _NoCache()
@@ -313,7 +358,7 @@ def _probe(module: Any, device: torch.device, text: Any) -> KvShape:
             f"and positions ({type(error).__name__}: {error})"
         ) from error
     assert context.calls is not None
-    return _kv_shape(name, context.calls, text)
+    return sorted(context.calls, key=lambda call: call.layer)
 
 
 def _kv_shape(name: str, calls: list[LayerCall], text: Any) -> KvShape:

@@ -189,11 +189,20 @@ def load_runner(settings: "WorkerSettings", log: Any) -> TorchRunner:
         threads=torch.get_num_threads(),
         seconds=round(time.monotonic() - began, 1),
     )
+    model = models.fuse(
+        model,
+        backend.name,
+        wanted=settings.fused,
+        deterministic=settings.deterministic,
+        log=log,
+    )
     context, info = _sized(settings, model, backend, log)
     info = replace(info, model_digest=model_digest(folder))
     if info.max_model_len >= models.CHECK_TOKENS:
         cosine = models.check_parity(model, context, settings.block_size)
         log.info("paged attention agrees with eager attention", least_cosine=round(cosine, 6))
+    if model.fused is not None:
+        model.fused.release(model.module)
     cost = measure(TorchRunner(model=model, context=context, info=info))
     log.info(
         "warmed up",

@@ -33,6 +33,8 @@ class WorkerSettings:
     kv_cache_dtype: str
     tensor_parallel_size: int
     attention_backend: str
+    fused: bool
+    deterministic: bool
     num_threads: int
     outbox_batches: int
 

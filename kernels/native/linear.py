@@ -1,5 +1,9 @@
 """Linear layers over packed weights; linear.cpp has the formula and the order of its sums."""
 
+import statistics
+import time
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -8,6 +12,11 @@ from kernels.native import library
 
 LANES = 16
 FP32, BF16, BF16_PAIRS = 0, 1, 2  # kinds of packed weights, as linear.cpp numbers them
+
+TIMED_ROWS = (1, 32)  # a single request, and a full batch
+TIMED_CALLS = 5
+CLEARLY = 0.9  # oneDNN must take less than this share of the native layer's time
+_onednn_is_faster: dict[tuple[int, int, torch.dtype], bool] = {}
 
 
 def fits_bf16(weight: Tensor) -> bool:
@@ -29,14 +38,24 @@ def pack(weight: Tensor, kind: int) -> Tensor:
     return panels.transpose(1, 2).contiguous()
 
 
+class Linear(Protocol):
+    """x -> x weight^T + bias for x [T, K] of the weights' dtype."""
+
+    kind: str  # what multiplies, for people
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] -> [T, N], a fresh tensor."""
+
+
 class PackedLinear:
-    """x -> x weight^T + bias for x [T, K] of one dtype, fp32 or bf16; a row's bits are its own."""
+    """On the kernel of linear.cpp, fp32 or bf16: a row's bits are its own."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         check_native(weight)
         check_linear(weight, bias)
         loaded = library.load()
         self.dtype = weight.dtype
+        self.kind = "native"
         self.columns, self.depth = weight.shape
         self._inputs = torch.Size((self.depth,))
         if weight.dtype == torch.float32:
@@ -70,3 +89,57 @@ class PackedLinear:
         refused = self._function(call)
         assert not refused, "a kind of weights that this library does not multiply"
         return out
+
+
+class OneDnnLinear:
+    """On oneDNN's packed weights. Which sums it makes depends on the number of rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        check_native(weight)
+        check_linear(weight, bias)
+        self.kind = "onednn"
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TIMED_ROWS[-1])
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] -> [T, N], a fresh tensor."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self._bias, "none", [], ""
+        )
+        return out
+
+
+def onednn_takes_bf16() -> bool:
+    """Whether oneDNN multiplies bf16 on this processor."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def choose_linear(weight: Tensor, bias: Tensor | None, *, deterministic: bool) -> Linear:
+    """The native layer; for bf16 the faster one of it and oneDNN's, measured once per shape.
+
+    fp32 is not measured: the native one was ahead at every size from 1 to 256 rows, and its sums
+    are the same on every machine. Nor is anything when rows must not depend on the batch.
+    """
+    native = PackedLinear(weight, bias)
+    if deterministic or weight.dtype == torch.float32 or not onednn_takes_bf16():
+        return native
+    shape = (*weight.shape, weight.dtype)
+    if shape not in _onednn_is_faster:
+        other = OneDnnLinear(weight, bias)
+        ours, theirs = (
+            sum(_seconds(of, rows, weight) for rows in TIMED_ROWS) for of in (native, other)
+        )
+        _onednn_is_faster[shape] = theirs < CLEARLY * ours
+    return OneDnnLinear(weight, bias) if _onednn_is_faster[shape] else native
+
+
+def _seconds(linear: Linear, rows: int, weight: Tensor) -> float:
+    """Median of a few calls."""
+    x = torch.ones((rows, weight.shape[1]), dtype=weight.dtype)
+    linear(x)
+    times = []
+    for _ in range(TIMED_CALLS):
+        began = time.perf_counter()
+        linear(x)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)

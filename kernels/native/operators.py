@@ -98,7 +98,7 @@ class Attention:
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Attention of q [T, Hq, D]; a fresh tensor of that shape."""
         call = self._call
-        seen = (q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype)
+        seen = (*_kind(q), k_cache.shape, k_cache.stride(), k_cache.dtype)
         if seen != self._checked:
             check_attention(q, k_cache, v_cache, *self._tables, **self._checks)
             check_native(q)
@@ -139,6 +139,41 @@ def paged_attention(
     return attend(q, k_cache, v_cache)
 
 
+class RmsNorm:
+    """rms_norm with the weight of one module."""
+
+    def __init__(self, weight: Tensor, epsilon: float, *, offset: bool = False) -> None:
+        self._weight, self._epsilon, self._offset = weight, epsilon, offset
+        self._bf16 = weight.dtype == torch.bfloat16
+        self._function = library.load().rms_norm
+        self._checked: tuple[Any, ...] = ()
+
+    def __call__(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        """See rms_norm."""
+        seen = _kind(x) if delta is None else (*_kind(x), *_kind(delta))
+        if seen != self._checked:
+            check_norm(x, self._weight, delta)
+            check_native(x)
+            self._checked = seen
+        rows, dim = x.shape
+        out = torch.empty((rows, dim), dtype=x.dtype)
+        self._function(
+            out.data_ptr(),
+            x.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            self._weight.data_ptr(),
+            rows,
+            dim,
+            dim,
+            x.stride(0),
+            0 if delta is None else delta.stride(0),
+            self._epsilon,
+            self._offset,
+            self._bf16,
+        )
+        return out
+
+
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -148,44 +183,42 @@ def rms_norm(
     offset: bool = False,
 ) -> Tensor:
     """Norm of the rows of x [T, D]; delta, where given, is added to x in place first."""
-    check_norm(x, weight, delta)
-    check_native(x)
-    out = torch.empty(x.shape, dtype=x.dtype)
-    rows, dim = x.shape
-    library.load().rms_norm(
-        out.data_ptr(),
-        x.data_ptr(),
-        None if delta is None else delta.data_ptr(),
-        weight.data_ptr(),
-        rows,
-        dim,
-        dim,
-        x.stride(0),
-        0 if delta is None else delta.stride(0),
-        epsilon,
-        offset,
-        x.dtype == torch.bfloat16,
-    )
-    return out
+    return RmsNorm(weight, epsilon, offset=offset)(x, delta)
+
+
+class GatedActivation:
+    """gated_activation of one kind."""
+
+    def __init__(self, *, gelu: bool = False) -> None:
+        self._gelu = gelu
+        self._function = library.load().gate
+        self._checked: tuple[Any, ...] = ()
+
+    def __call__(self, both: Tensor) -> Tensor:
+        """See gated_activation."""
+        seen = _kind(both)
+        if seen != self._checked:
+            check_gate(both)
+            check_native(both)
+            self._checked = seen
+        rows, dim = both.shape[0], both.shape[1] // 2
+        out = torch.empty((rows, dim), dtype=both.dtype)
+        self._function(
+            out.data_ptr(),
+            both.data_ptr(),
+            rows,
+            dim,
+            dim,
+            both.stride(0),
+            self._gelu,
+            both.dtype == torch.bfloat16,
+        )
+        return out
 
 
 def gated_activation(both: Tensor, *, gelu: bool = False) -> Tensor:
     """act(both[:, :D]) * both[:, D:] for both [T, 2 D]; act is silu, or gelu in its tanh form."""
-    check_gate(both)
-    check_native(both)
-    rows, dim = both.shape[0], both.shape[1] // 2
-    out = torch.empty((rows, dim), dtype=both.dtype)
-    library.load().gate(
-        out.data_ptr(),
-        both.data_ptr(),
-        rows,
-        dim,
-        dim,
-        both.stride(0),
-        gelu,
-        both.dtype == torch.bfloat16,
-    )
-    return out
+    return GatedActivation(gelu=gelu)(both)
 
 
 class RotaryStore:
@@ -233,7 +266,7 @@ class RotaryStore:
     ) -> Tensor:
         """Rotates the queries of qkv in place; a view of them [T, Hq, D]."""
         call = self._call
-        seen = (qkv.shape, qkv.stride(), qkv.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype)
+        seen = (*_kind(qkv), k_cache.shape, k_cache.stride(), k_cache.dtype)
         if seen != self._checked or q_weight is not None:
             check_rotary(qkv, k_cache, v_cache, *self._step, q_weight, k_weight)
             check_native(qkv)
@@ -271,6 +304,11 @@ def rotary_store(
         k_cache, slot_mapping, positions, cosine, sine, epsilon=epsilon, offset=offset
     )
     return operator(qkv, k_cache, v_cache, q_weight, k_weight)
+
+
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    """What the checks of a tensor look at."""
+    return (x.shape, x.stride(), x.dtype, x.device)
 
 
 def _need_dense(tensor: Tensor, name: str) -> None:

@@ -1,11 +1,22 @@
 """Linear layers over packed weights: against float64; a row's bits are its own."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.native.linear import BF16, FP32, PackedLinear, fits_bf16, pack
+from kernels.native import linear as module
+from kernels.native.linear import (
+    BF16,
+    FP32,
+    OneDnnLinear,
+    PackedLinear,
+    choose_linear,
+    fits_bf16,
+    pack,
+)
 from tests.kernels.native import needs_native
 
 pytestmark = needs_native
@@ -115,3 +126,43 @@ def test_mistakes_are_refused() -> None:
         PackedLinear(torch.ones(4, 8), torch.ones(8))
     with pytest.raises(ValueError, match=r"weight must be \[columns, depth\]"):
         PackedLinear(torch.ones(4))
+
+
+def test_onednn_computes_the_same_function() -> None:
+    weight, bias = layer(100, 300, torch.float32, 3, exact=True, bias=True)
+    x = torch.randn(7, 300)
+    assert torch.allclose(OneDnnLinear(weight, bias)(x), PackedLinear(weight, bias)(x), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "onednn_s", "takes_bf16", "kind"),
+    [
+        (torch.bfloat16, False, 0.5, True, "onednn"),
+        (torch.bfloat16, False, 0.95, True, "native"),  # not clearly faster
+        (torch.bfloat16, False, 0.5, False, "native"),
+        (torch.bfloat16, True, 0.5, True, "native"),
+        (torch.float32, False, 0.5, True, "native"),
+    ],
+)
+def test_the_faster_layer_is_chosen_where_the_batch_may_decide(
+    dtype: torch.dtype,
+    deterministic: bool,
+    onednn_s: float,
+    takes_bf16: bool,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OneDnn:
+        kind = "onednn"
+
+        def __init__(self, weight: torch.Tensor, bias: Any) -> None:
+            pass
+
+    monkeypatch.setattr(module, "OneDnnLinear", OneDnn)
+    monkeypatch.setattr(module, "onednn_takes_bf16", lambda: takes_bf16)
+    monkeypatch.setattr(module, "_onednn_is_faster", {})
+    times = {"native": 1.0, "onednn": onednn_s}
+    monkeypatch.setattr(module, "_seconds", lambda of, rows, weight: times[of.kind])
+    weight = torch.ones(32, 16, dtype=dtype)
+    for _ in range(2):
+        assert choose_linear(weight, None, deterministic=deterministic).kind == kind

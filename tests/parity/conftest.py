@@ -33,17 +33,24 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Small]:
-    """Makes a family's small model."""
+def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Small]:
+    """Makes a family's small model, on the back end that `auto` chooses or on a named one."""
 
     @cache
-    def make(family: str) -> Small:
+    def saved(family: str) -> tuple[Path, Any]:
         folder = families.save(family, tmp_path_factory.mktemp(family))
+        return folder, families.reference(folder)
+
+    @cache
+    def make(family: str, backend: str = "auto") -> Small:
+        folder, reference = saved(family)
+        on: dict[str, Any] = {"attention_backend": backend.removesuffix(" alone")}
+        on["fused"] = not backend.endswith(" alone")
         return Small(
             folder=folder,
-            reference=families.reference(folder),
-            runners=(runner_of(folder), runner_of(folder)),
-            cramped=runner_of(folder, num_gpu_blocks_override=44),
+            reference=reference,
+            runners=(runner_of(folder, **on), runner_of(folder, **on)),
+            cramped=runner_of(folder, num_gpu_blocks_override=44, **on),
         )
 
     return make

@@ -10,11 +10,20 @@ from typing import Any
 import torch
 
 VOCABULARY = 512
-WINDOW = 24  # of Mistral: shorter than most contexts here
+WINDOW = 24  # of Mistral, Phi-3 and Gemma's sliding layers: shorter than most contexts here
 POSITIONS = 512
 
 # Family: (query heads, KV heads): one, some and all heads share keys and values.
-HEADS = {"llama": (4, 2), "qwen2": (4, 1), "qwen3": (8, 2), "mistral": (4, 4)}
+HEADS = {
+    "llama": (4, 2),
+    "qwen2": (4, 1),
+    "qwen3": (8, 2),
+    "mistral": (4, 4),
+    "phi3": (4, 2),
+    "gemma": (4, 1),
+    "gemma2": (4, 2),
+    "gemma3": (4, 2),
+}
 FAMILIES = tuple(HEADS)
 
 
@@ -28,10 +37,21 @@ def config(family: str) -> Any:
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
         "mistral": transformers.MistralConfig,
+        "phi3": transformers.Phi3Config,
+        "gemma": transformers.GemmaConfig,
+        "gemma2": transformers.Gemma2Config,
+        "gemma3": transformers.Gemma3TextConfig,
     }
-    special: dict[str, Any] = {"head_dim": 16} if family != "qwen2" else {}
-    if family == "mistral":
+    special: dict[str, Any] = {"head_dim": 16} if family not in ("qwen2", "phi3") else {}
+    if family in ("mistral", "phi3", "gemma2", "gemma3"):
         special["sliding_window"] = WINDOW
+    if family in ("gemma2", "gemma3"):
+        special["layer_types"] = ["sliding_attention", "full_attention"]
+        special["query_pre_attn_scalar"] = 16
+    if family == "phi3":
+        special["rope_parameters"] = {
+            "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5
+        }  # fmt: skip
     return classes[family](
         vocab_size=VOCABULARY,
         hidden_size=64,

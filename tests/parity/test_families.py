@@ -1,4 +1,6 @@
-"""fp32 greedy tokens and logits of four families equal transformers', however they are batched.
+"""fp32 greedy tokens and logits of all families equal transformers', however they are batched.
+
+On the native kernels with the lean forward, on them with the model's own modules, and on torch.
 
 Each condition is asserted by its counter: a test that did not chunk, share or preempt fails.
 """
@@ -8,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.kernels.native import needs_native
 from tests.parity import families
 from tests.parity.comparing import Parity, compare, recorded_logits
 from tests.parity.conftest import Small
@@ -22,6 +25,14 @@ pytestmark = [
         [
             pytest.param(family, marks=[] if family == "llama" else pytest.mark.slow)
             for family in families.FAMILIES
+        ],
+    ),
+    pytest.mark.parametrize(
+        "backend",
+        [
+            pytest.param("native", marks=needs_native),
+            pytest.param("native alone", marks=[needs_native, pytest.mark.slow]),
+            "torch",
         ],
     ),
     pytest.mark.timeout(120),
@@ -50,8 +61,8 @@ def run(scheduler: FakeScheduler, model: Small, requests: list[Request]) -> Pari
     return parity
 
 
-def test_alone(family: str, small: Callable[[str], Small]) -> None:
-    model = small(family)
+def test_alone(family: str, backend: str, small: Callable[..., Small]) -> None:
+    model = small(family, backend)
     scheduler = FakeScheduler(model.runners[:1], max_rows=1)
     requests = make_requests()
     run(scheduler, model, requests)
@@ -60,8 +71,8 @@ def test_alone(family: str, small: Callable[[str], Small]) -> None:
         assert len(set(request.output)) >= 20
 
 
-def test_equal_to_generate(family: str, small: Callable[[str], Small]) -> None:
-    model = small(family)
+def test_equal_to_generate(family: str, backend: str, small: Callable[..., Small]) -> None:
+    model = small(family, backend)
     requests = make_requests(seed=4)
     parity = run(FakeScheduler(model.runners[:1]), model, requests)
     assert parity.num_near_ties == 0, "choose another seed: generate may take the other branch"
@@ -73,16 +84,18 @@ def test_equal_to_generate(family: str, small: Callable[[str], Small]) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_in_mixed_batches(family: str, chunk: int, small: Callable[[str], Small]) -> None:
-    model = small(family)
+def test_chunks_in_mixed_batches(
+    family: str, backend: str, chunk: int, small: Callable[..., Small]
+) -> None:
+    model = small(family, backend)
     scheduler = FakeScheduler(model.runners[:1], chunk=chunk, budget=64)
     run(scheduler, model, make_requests())
     assert scheduler.num_chunks >= sum(-(-length // chunk) - 1 for length in PROMPT_LENS) > 0
     assert scheduler.num_mixed_steps > 0
 
 
-def test_prefix_hits(family: str, small: Callable[[str], Small]) -> None:
-    model = small(family)
+def test_prefix_hits(family: str, backend: str, small: Callable[..., Small]) -> None:
+    model = small(family, backend)
     scheduler = FakeScheduler(model.runners[:1], share_prefixes=True, budget=64)
     requests = [*make_requests(shared=50), *make_requests(shared=50)]
     for number, request in enumerate(requests):
@@ -92,17 +105,19 @@ def test_prefix_hits(family: str, small: Callable[[str], Small]) -> None:
 
 
 @pytest.mark.parametrize("share_prefixes", [False, True])
-def test_preemption(family: str, share_prefixes: bool, small: Callable[[str], Small]) -> None:
-    model = small(family)
+def test_preemption(
+    family: str, backend: str, share_prefixes: bool, small: Callable[..., Small]
+) -> None:
+    model = small(family, backend)
     scheduler = FakeScheduler([model.cramped], share_prefixes=share_prefixes)
     run(scheduler, model, make_requests())
     assert scheduler.num_preemptions > 0
     assert (scheduler.num_cached_tokens > 0) == share_prefixes
 
 
-def test_two_workers(family: str, small: Callable[[str], Small]) -> None:
+def test_two_workers(family: str, backend: str, small: Callable[..., Small]) -> None:
     """Half of the requests start on each; all move to the other one midway."""
-    model = small(family)
+    model = small(family, backend)
     requests = make_requests()
     for request in requests:
         request.worker = request.number % 2
