@@ -45,6 +45,7 @@ _MAX_NAME_BYTES = 256
 _MAX_STOP_TOKENS = 4096
 _MAX_LOGIT_BIASES = 1024
 _MAX_NUM_LOGPROBS = 20
+_TENANT_WEIGHTS = (1e-3, 1e6)
 # Of one prompt, with those of its most likely tokens: they leave the worker in one message.
 MAX_PROMPT_LOGPROBS = 2**20
 _FINISH = {reason.value: reason for reason in FinishReason}
@@ -117,6 +118,9 @@ def _arrival(
     _require(not unknown, "required features are not known here: " + ", ".join(unknown)[:200])
     _require(len(request.cache_salt) <= _MAX_NAME_BYTES, "cache_salt must have at most 256 bytes")
     _require(len(request.traceparent) <= _MAX_NAME_BYTES, "traceparent is too long")
+    _require(len(request.tenant.encode()) <= _MAX_NAME_BYTES, "tenant must have at most 256 bytes")
+    weight, (lowest, highest) = request.tenant_weight or 1.0, _TENANT_WEIGHTS
+    _require(lowest <= weight <= highest, "tenant_weight must be 0 or from 0.001 to 1000000")
     prompt, output = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
     _require(len(prompt) >= 1, "prompt_token_ids must not be empty")
     _require(max(prompt) <= MAX_TOKEN_ID, "prompt_token_ids must be below 2^31")
@@ -145,6 +149,8 @@ def _arrival(
         deadline_ns=deadline_ns,
         cache_salt=request.cache_salt,
         traceparent=request.traceparent,
+        tenant=request.tenant,
+        tenant_weight=weight,
     )
 
 
@@ -382,6 +388,7 @@ def _step_report(result: worker_pb2.StepResult) -> StepReport:
         num_wasted_rows=result.num_wasted_rows,
         faults=faults,
         idle_us=result.times.idle_us,
+        step_us=result.times.apply_us + result.times.forward_us + result.times.sample_us,
     )
 
 

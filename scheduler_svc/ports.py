@@ -173,6 +173,7 @@ class StepReport:
     num_wasted_rows: int
     faults: tuple[FaultReport, ...]
     idle_us: int
+    step_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

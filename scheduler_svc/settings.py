@@ -30,6 +30,8 @@ class SchedulerSettings:
     worker_grace_s: float
     worker_wait_s: float
     prefill_chunk_tokens: int
+    max_prefill_gap_ms: float
+    priority_ageing_s: float
     max_num_batched_tokens: int
     max_num_seqs: int
 
@@ -48,6 +50,8 @@ class SchedulerSettings:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             prefill_chunk_tokens=self.prefill_chunk_tokens,
+            max_prefill_gap_ns=round(self.max_prefill_gap_ms * 1e6),
+            priority_ageing_ns=round(self.priority_ageing_s * 1e9),
             worker_wait_ns=round(self.worker_wait_s * 1e9),
             hash_key=hashlib.sha256(b"quire\0" + self.model_name.encode()).digest(),
         )

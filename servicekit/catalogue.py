@@ -11,7 +11,7 @@ _BIG = 2**31 - 1
 GATEWAY, SCHEDULER, WORKER, LOCAL = "gateway", "scheduler_svc", "gpu_worker", "local"
 ALL = f"{GATEWAY} {SCHEDULER} {WORKER}"
 BATCHING, MODEL = f"{SCHEDULER} {WORKER}", f"{GATEWAY} {WORKER}"
-_POLICIES = choice("fcfs", "static")
+_POLICIES = choice("fcfs", "fair", "static")
 _PREEMPTION = choice("auto", "recompute")
 _BACKENDS = choice("auto", "native", "torch", "triton")
 _DTYPES = choice("auto", "bfloat16", "float32", aliases={"bf16": "bfloat16", "fp32": "float32"})
@@ -53,7 +53,7 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(GATEWAY, "tokenizer_threads", integer(1, 64), 2, "threads", "tokenizing off the loop"),
     # scheduler
     _s(SCHEDULER, "scheduler_port", integer(0, 65535), 0, "port, 0 is a free one", "admin gRPC"),
-    _s(SCHEDULER, "scheduling_policy", _POLICIES, "fcfs", "", "fcfs (continuous) or static"),
+    _s(SCHEDULER, "scheduling_policy", _POLICIES, "fcfs", "", "order: fcfs, fair or static"),
     _s(SCHEDULER, "static_batch_size", integer(1, 65536), 8, "requests", "batch of `static`"),
     _s(SCHEDULER, "preemption_mode", _PREEMPTION, "auto", "", _RECOMPUTE),
     _s(SCHEDULER, "enable_prefix_caching", boolean, True, "", "share KV blocks of equal prefixes"),
@@ -62,6 +62,8 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(SCHEDULER, "worker_grace_s", number(0.1, 60), 1.0, "s", "broken session before loss"),
     _s(SCHEDULER, "worker_wait_s", number(0, 3600), 30.0, "s", "no worker before 503"),
     _s(SCHEDULER, "prefill_chunk_tokens", integer(0, _BIG), 0, "tokens, 0: none", "chunk limit"),
+    _s(SCHEDULER, "max_prefill_gap_ms", number(0, 60_000), 0.0, "ms, 0: any", "of decodes"),
+    _s(SCHEDULER, "priority_ageing_s", number(0, 86400), 30.0, "s, 0: strict", "worth of a class"),
     _s(BATCHING, "max_num_batched_tokens", integer(0, _BIG), 0, _BUDGET, "token budget of a step"),
     _s(BATCHING, "max_num_seqs", integer(1, 4096), 256, "requests", "slots"),
     # worker

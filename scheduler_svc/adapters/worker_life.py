@@ -97,6 +97,7 @@ class WorkerLife:
             token_ids=report.token_ids,
             finished=report.finished,
             num_wasted_rows=report.num_wasted_rows,
+            step_us=report.step_us,
         )
 
     def returned(self, now_ns: int) -> int:

@@ -3,13 +3,16 @@
 Rules:
 
 - requests are looked at in the order of the queue; one that does not fit may be passed by later
-  ones max_skips times, then nobody passes it;
+  ones max_skips times, then nobody passes it on a worker that could run it;
+- with `fair` a request also passes others only while its tenant does not lead them by a context;
+- one that can't keep its deadline comes after all others;
 - a request goes to the cheapest worker that has room and whose tokens its gateway reads;
 - the attempt rises when a request moves to another worker session, so that what the old session
   may still deliver is told apart from the repeat.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from scheduler_svc.core import planner, policy
 from scheduler_svc.core.config import CoreConfig
@@ -18,6 +21,7 @@ from scheduler_svc.core.planner import Placement, StepBudget
 from scheduler_svc.core.ready import Admit, CoreStats
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sharing import PrefixSharing
+from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.types import WorkerId
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
@@ -25,6 +29,23 @@ from scheduler_svc.core.worker_state import WorkerState
 # Requests that some worker could run, looked at in one step of one worker.
 _MAX_SCAN = 64
 _STRANDED_CHECK_NS = 100_000_000
+
+
+@dataclass(slots=True, kw_only=True)
+class _Fill:
+    """One worker's admissions into one step."""
+
+    worker: WorkerState
+    budget: StepBudget
+    now_ns: int
+    num_seen: int = 0
+    admitted: list[Request] = field(default_factory=list)
+    # Looked at and did not fit anywhere.
+    passed: list[Request] = field(default_factory=list)
+    # Can't keep their deadline.
+    late: list[Request] = field(default_factory=list)
+    # The lowest counter of those that were looked at and not admitted.
+    least: float = float("inf")
 
 
 class Admission:
@@ -37,12 +58,15 @@ class Admission:
         stats: CoreStats,
         sharing: PrefixSharing,
         waiting: WaitingQueue,
+        tenants: Tenants,
         workers: Mapping[WorkerId, WorkerState],
     ) -> None:
         self._config = config
         self._stats = stats
         self._sharing = sharing
         self._waiting = waiting
+        self._tenants = tenants
+        self._is_fair = config.scheduling_policy == "fair"
         self._workers = workers
         self._stranded_check_at_ns = 0
         # Whether stranded_since_ns may be set in a waiting request.
@@ -58,32 +82,70 @@ class Admission:
         ]
 
     def fill(self, worker: WorkerState, budget: StepBudget, now_ns: int) -> None:
-        """Admits from the head of the queue what belongs on this worker now."""
+        """Admits from the queue what belongs on this worker now."""
         if worker.draining or not self._is_open(worker, budget, num_admitted=0):
             return
-        passed: list[Request] = []
-        admitted: list[Request] = []
-        num_seen = 0
-        for request in self._waiting:
-            if num_seen == _MAX_SCAN or not self._is_open(worker, budget, len(admitted)):
+        fill = _Fill(worker=worker, budget=budget, now_ns=now_ns)
+        for request in self._waiting.in_turn():
+            if not self._goes_on(fill, request):
                 break
-            workers = [w for w in self.eligible(request) if not w.draining]
-            if not workers:
-                continue
-            num_seen += 1
-            placement = planner.find_placement(request, workers, self._config, self._sharing.match)
-            if placement is None:
-                passed.append(request)
-            elif placement.worker is worker:
-                self._admit(request, placement, now_ns)
-                budget.take(request)
-                admitted.append(request)
-                for skipped in passed:
-                    skipped.num_skips += 1
-            if any(skipped.num_skips >= self._config.max_skips for skipped in passed):
+            self._consider(fill, request)
+        for request in fill.late:
+            if not self._goes_on(fill, request):
                 break
-        for request in admitted:
+            self._consider(fill, request, last_chance=True)
+        for request in fill.admitted:
             self._waiting.remove(request)
+
+    def _goes_on(self, fill: _Fill, request: Request) -> bool:
+        """Whether the request may be looked at, after what has been admitted and passed so far."""
+        max_skips, max_lead = self._config.max_skips, fill.worker.capacity.max_model_len
+        counter = request.tenant.counter
+        return (
+            fill.num_seen < _MAX_SCAN
+            and self._is_open(fill.worker, fill.budget, len(fill.admitted))
+            and not any(passed.num_skips >= max_skips for passed in fill.passed)
+            and (
+                not self._is_fair
+                or policy.may_lead(counter=counter, least=fill.least, max_lead=max_lead)
+            )
+        )
+
+    def _consider(self, fill: _Fill, request: Request, *, last_chance: bool = False) -> None:
+        """Admits the request if it belongs on this worker now."""
+        worker = fill.worker
+        workers = [w for w in self.eligible(request) if not w.draining]
+        if worker not in workers:
+            return
+        fill.num_seen += 1
+        placement = planner.find_placement(request, workers, self._config, self._sharing.match)
+        if placement is None:
+            fill.passed.append(request)
+        elif placement.worker is worker:
+            if not last_chance and self._is_too_late(request, placement, fill.now_ns):
+                fill.late.append(request)
+            else:
+                if self._is_fair:
+                    self._tenants.raise_floor(min(fill.least, request.tenant.counter))
+                self._admit(request, placement, fill.now_ns)
+                fill.budget.take(request)
+                fill.admitted.append(request)
+                for skipped in fill.passed:
+                    skipped.num_skips += 1
+                return
+        fill.least = min(fill.least, request.tenant.counter)
+
+    def _is_too_late(self, request: Request, placement: Placement, now_ns: int) -> bool:
+        worker = placement.worker
+        num_cached = len(placement.cached) * worker.capacity.block_size
+        return policy.is_too_late(
+            now_ns=now_ns,
+            deadline_ns=request.deadline_ns,
+            num_uncached=len(request.token_ids) - num_cached,
+            min_tokens=request.sampling.min_tokens - request.num_output_tokens,
+            budget_tokens=worker.capacity.max_num_batched_tokens,
+            cost=worker.cost.profile,
+        )
 
     def _is_open(self, worker: WorkerState, budget: StepBudget, num_admitted: int) -> bool:
         """Whether one more request may be admitted into this step.
@@ -114,6 +176,9 @@ class Admission:
         request.stranded_since_ns = None
         generation = worker.occupy(request, placement.cached + fresh)
         emit_from = _begin_emission(request, worker)
+        if self._is_fair and not request.is_charged:
+            request.is_charged = True
+            request.tenant.charge(len(request.token_ids) - num_cached)
         if request.first_scheduled_ns is None:
             request.first_scheduled_ns = now_ns
             request.num_cached_tokens = min(num_cached, request.prompt_len)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-POLICIES = ("fcfs", "static")
+from scheduler_svc.core.policy import POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,6 +11,9 @@ class CoreConfig:
 
     max_num_seqs and max_num_batched_tokens cap what workers offer; 0 leaves the worker's number.
     prefill_chunk_tokens caps one request's share of a step; 0 leaves only the budget.
+    max_prefill_gap_ns is how long a step with decodes may become by prefill, at the measured cost;
+    0 is no limit. priority_ageing_ns is what one priority class is worth in waiting time; 0 makes
+    classes strict.
     watermark is the share of blocks an admission must leave free. max_skips bounds how often a
     waiting request that does not fit may be passed over by later ones. max_step_failures is how
     many steps in a row may fail before their worker is given up.
@@ -23,6 +26,8 @@ class CoreConfig:
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     prefill_chunk_tokens: int = 0
+    max_prefill_gap_ns: int = 0
+    priority_ageing_ns: int = 30_000_000_000
     watermark: float = 0.01
     max_skips: int = 16
     worker_wait_ns: int = 30_000_000_000
@@ -41,3 +46,6 @@ class CoreConfig:
         for name in ("static_batch_size", "max_skips", "max_step_failures", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
+        for name in ("max_prefill_gap_ns", "priority_ageing_ns", "worker_wait_ns"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")

@@ -51,6 +51,8 @@ class RequestArrived:
     deadline_ns: int | None = None
     cache_salt: bytes = b""
     traceparent: str = ""
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,10 @@ class WorkerSubscribed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCompleted:
-    """Results of one step, in step order per worker. Columns of slots and sampled tokens."""
+    """Results of one step, in step order per worker. Columns of slots and sampled tokens.
+
+    step_us is the time the worker took to compute it, 0 if unknown.
+    """
 
     now_ns: int
     worker_id: WorkerId
@@ -121,6 +126,7 @@ class StepCompleted:
     token_ids: tuple[int, ...] = ()
     finished: tuple[tuple[Slot, FinishReason], ...] = ()
     num_wasted_rows: int = 0
+    step_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

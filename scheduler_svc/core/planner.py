@@ -2,7 +2,8 @@
 
 Order: running requests with one token to go, then chunks of running prefills, then admissions.
 Decodes come first so that a long prompt can't hold them up; prefill takes what the token budget
-leaves. Nothing is admitted in a step that had to preempt.
+leaves, and no more than the decodes of the step may wait for. Nothing is admitted in a step that
+had to preempt.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +60,15 @@ def plan_step(
         num_tokens=_token_budget(worker, config),
         chunk_tokens=config.prefill_chunk_tokens or worker.capacity.max_num_batched_tokens,
     )
-    prefills, preempted = _schedule_decodes(worker, budget, preempt)
+    prefills, preempted = _schedule_decodes(worker, config, budget, preempt)
+    allowance = policy.prefill_allowance(
+        max_gap_ns=config.max_prefill_gap_ns,
+        num_decodes=len(budget.scheduled),
+        floor_tokens=worker.capacity.block_size,
+        cost=worker.cost.profile,
+    )
+    if allowance is not None:
+        budget.num_tokens = min(budget.num_tokens, allowance)
     for request in prefills:
         if worker.running.get(request.slot) is request:
             budget.take(request)
@@ -77,6 +86,7 @@ def _token_budget(worker: WorkerState, config: CoreConfig) -> int:
 
 def _schedule_decodes(
     worker: WorkerState,
+    config: CoreConfig,
     budget: StepBudget,
     preempt: Callable[[WorkerState, Request], None],
 ) -> tuple[list[Request], bool]:
@@ -100,7 +110,7 @@ def _schedule_decodes(
         if len(request.blocks) * block_size <= num_computed:
             if worker.running.get(request.slot) is not request:
                 continue
-            had_to_preempt, block = _find_block(worker, request, budget, preempt)
+            had_to_preempt, block = _find_block(worker, config, request, budget, preempt)
             preempted |= had_to_preempt
             if block is None:
                 continue
@@ -112,13 +122,14 @@ def _schedule_decodes(
 
 def _find_block(
     worker: WorkerState,
+    config: CoreConfig,
     request: Request,
     budget: StepBudget,
     preempt: Callable[[WorkerState, Request], None],
 ) -> tuple[bool, BlockId | None]:
-    """A block for `request`, taken from the lowest-ranked while none is free.
+    """A block for `request`, taken from the policy's victims while none is free.
 
-    None if the request itself was the lowest and had to go. The loop ends: each turn takes one
+    None if the request itself was the victim and had to go. The loop ends: each turn takes one
     request off the worker.
     """
     preempted = False
@@ -126,7 +137,7 @@ def _find_block(
         found = worker.pool.allocate(1)
         if found is not None:
             return preempted, found[0]
-        victim = policy.choose_victim(worker.ranked)
+        victim = policy.choose_victim(config.scheduling_policy, worker.ranked)
         freed = budget.scheduled.pop(victim.slot, 0)
         budget.num_tokens += freed
         preempt(worker, victim)

@@ -1,24 +1,57 @@
-"""Order and admission, as pure functions. Each scheduling policy is a few lines here."""
+"""Order and admission, as pure functions. Each scheduling policy is a few lines here.
 
-from collections.abc import Iterable
+- `fcfs` admits whenever there is room, in the order of ranks.
+- `fair` does the same, but asks tenants in the order of their service; see tenants.
+- `static` fills an empty worker with one batch and waits until all of it has ended.
 
-from scheduler_svc.core.request import Request
+Within a tenant, or in all with `fcfs` and `static`, a request's rank decides: its class and its
+arrival.
+"""
+
+from collections.abc import Sequence
+
+from scheduler_svc.core.request import Rank, Request
+from scheduler_svc.core.types import CostProfile
+
+POLICIES = ("fcfs", "fair", "static")
+
+
+def rank(*, priority: int, arrived_ns: int, sequence: int, ageing_ns: int) -> Rank:
+    """Order of requests, lower goes first.
+
+    A class is a head start: one class is worth `ageing_ns` of waiting. So a request is passed by a
+    better class only if that arrives within ageing_ns per class after it: nobody starves, and the
+    order of two requests never changes. Without ageing classes are strict.
+    """
+    if ageing_ns == 0:
+        return priority, sequence
+    return arrived_ns + priority * ageing_ns, sequence
 
 
 def may_admit(policy: str, *, num_running: int, num_admitted: int, static_batch_size: int) -> bool:
-    """Whether a worker may take one more request into this step.
-
-    fcfs admits whenever there is room. static fills an empty worker with one batch and waits until
-    all of it has ended.
-    """
+    """Whether a worker may take one more request into this step."""
     if policy == "static":
         return num_running == num_admitted and num_admitted < static_batch_size
     return True
 
 
-def choose_victim(running: Iterable[Request]) -> Request:
-    """The request that loses its blocks when one is missing: the lowest-ranked."""
-    return max(running, key=lambda request: request.rank)
+def may_lead(*, counter: float, least: float, max_lead: int) -> bool:
+    """Whether a tenant may be served while one that waits has had less and can't be served now.
+
+    With `fair`. max_lead is one context: what is passed then differs by a bounded amount, however
+    often something small fits and something large does not.
+    """
+    return counter - least < max_lead
+
+
+def choose_victim(policy: str, ranked: Sequence[Request]) -> Request:
+    """The request that loses its blocks when one is missing: the lowest-ranked.
+
+    With `fair` that of the tenant that has been served most.
+    """
+    if policy == "fair":
+        return max(ranked, key=lambda request: (request.tenant.counter, request.rank))
+    return ranked[-1]
 
 
 def placement_cost(*, num_uncached: int, num_pending_prefill: int, num_running: int) -> int:
@@ -28,3 +61,38 @@ def placement_cost(*, num_uncached: int, num_pending_prefill: int, num_running: 
     still wins over a slightly emptier worker.
     """
     return num_uncached + num_pending_prefill + 16 * num_running
+
+
+def is_too_late(
+    *,
+    now_ns: int,
+    deadline_ns: int | None,
+    num_uncached: int,
+    min_tokens: int,
+    budget_tokens: int,
+    cost: CostProfile,
+) -> bool:
+    """Whether the deadline can't be kept even by a request that runs alone.
+
+    At least its tokens have to be computed and its min_tokens sampled at the worker's speed. Such a
+    request is not admitted before others.
+    """
+    if deadline_ns is None:
+        return False
+    num_steps = -(-num_uncached // budget_tokens) + max(0, min_tokens - 1)
+    needed_us = num_steps * cost.step_us + num_uncached * cost.token_us
+    return now_ns + needed_us * 1000 > deadline_ns
+
+
+def prefill_allowance(
+    *, max_gap_ns: int, num_decodes: int, floor_tokens: int, cost: CostProfile
+) -> int | None:
+    """Prefill tokens that a step with decodes may hold so that it ends within the gap.
+
+    None for no limit: without decodes, without a gap, or as long as the cost is unknown. At least
+    floor_tokens are always allowed, so that a prompt gets on however short the gap is.
+    """
+    if num_decodes == 0 or max_gap_ns == 0 or cost.token_us == 0.0:
+        return None
+    left_us = max_gap_ns / 1000 - cost.step_us - num_decodes * cost.token_us
+    return max(floor_tokens, int(left_us / cost.token_us))

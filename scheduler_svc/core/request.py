@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.lifecycle import Move, RequestState, after
+from scheduler_svc.core.tenants import Tenant
 from scheduler_svc.core.types import (
     NO_SLOT,
     BlockHash,
@@ -37,11 +38,12 @@ class Request:
     token_ids: list[int]
     prompt_len: int
     sampling: SamplingSpec
-    priority: int
+    tenant: Tenant
     deadline_ns: int | None
     cache_salt: bytes
     traceparent: str
-    sequence: int
+    # Place in the order, from class and arrival; lower goes first. See policy.
+    rank: Rank
     arrived_ns: int
     # Output position that the last admission emits from; the next one, if there was none.
     emit_from: int
@@ -72,11 +74,8 @@ class Request:
     stranded_since_ns: int | None = None
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
-    # Order inside and between priority classes; lower goes first.
-    rank: Rank = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rank = (self.priority, self.sequence)
+    # Its known tokens have been charged to the tenant.
+    is_charged: bool = False
 
     @property
     def num_output_tokens(self) -> int:

@@ -3,15 +3,13 @@
 Owns every request from arrival to its one end, and the state of every worker. Rules:
 
 - a request is in exactly one of waiting, running (on one worker) or returning;
-- tokens are appended in the order of results, never guessed;
-- a request's blocks enter the prefix index on the result that filled them;
 - a request with unreturned steps is not admitted again before they return or the worker is lost;
-- what is admitted, where and when: see admission.
+- what is admitted, where and when: see admission; what a result changes: see results.
 """
 
 from typing import assert_never
 
-from scheduler_svc.core import planner
+from scheduler_svc.core import planner, policy
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.attempts import AttemptMemory
 from scheduler_svc.core.config import CoreConfig
@@ -34,10 +32,12 @@ from scheduler_svc.core.lifecycle import Move, RequestState
 from scheduler_svc.core.planner import StepBudget
 from scheduler_svc.core.ready import CoreStats, CoreView, Finish, Ready, StepPlan
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.results import ResultBook
 from scheduler_svc.core.sharing import PrefixSharing
+from scheduler_svc.core.tenants import Tenant, Tenants
 from scheduler_svc.core.types import FaultScope, FinishReason, RequestId, WorkerId
 from scheduler_svc.core.waiting import WaitingQueue
-from scheduler_svc.core.worker_state import StepInFlight, WorkerState
+from scheduler_svc.core.worker_state import WorkerState
 
 _MAX_LOSSES_WITHOUT_TOKEN = 3
 
@@ -52,7 +52,9 @@ class SchedulerCore:
         self._epoch = 0
         self._now_ns = 0
         self._requests: dict[RequestId, Request] = {}
-        self._waiting = WaitingQueue()
+        is_fair = config.scheduling_policy == "fair"
+        self._tenants = Tenants()
+        self._waiting = WaitingQueue(self._tenants if is_fair else None)
         self._workers: dict[WorkerId, WorkerState] = {}
         self._num_sessions = 0
         self._num_arrivals = 0
@@ -70,7 +72,15 @@ class SchedulerCore:
             stats=self.stats,
             sharing=self._sharing,
             waiting=self._waiting,
+            tenants=self._tenants,
             workers=self._workers,
+        )
+        self._results = ResultBook(
+            stats=self.stats,
+            sharing=self._sharing,
+            charges=is_fair,
+            finish=self._finish,
+            row_returned=self._row_returned,
         )
 
     # Events
@@ -156,15 +166,16 @@ class SchedulerCore:
             if event.entry_id != known.entry_id:
                 self._discards.append(event.entry_id)
             return
-        sequence, arrived_ns = self._num_arrivals, self._now_ns
-        self._num_arrivals += 1
+        tenant = self._tenants.arrived(event.tenant, event.tenant_weight)
+        held = self._attempts.take(event.request_id)
+        request = self._new_request(event, tenant, held)
         if known is not None:
             # The gateway has deleted the old entry; the request keeps its place in the order.
             self.stats.num_superseded += 1
-            sequence, arrived_ns = known.sequence, known.arrived_ns
+            request.rank, request.arrived_ns = known.rank, known.arrived_ns
+            request.attempt = max(request.attempt, known.attempt + 1)
+            request.is_charged = known.is_charged
             self._drop(known)
-        held = max(self._attempts.take(event.request_id), known.attempt if known else 0)
-        request = self._new_request(event, sequence, arrived_ns, held)
         self._requests[request.request_id] = request
         self._waiting.add(request)
         self._deadlines.add(request)
@@ -177,10 +188,9 @@ class SchedulerCore:
         else:
             self._reject_if_never_fits(request)
 
-    def _new_request(
-        self, event: RequestArrived, sequence: int, arrived_ns: int, held: int
-    ) -> Request:
+    def _new_request(self, event: RequestArrived, tenant: Tenant, held: int) -> Request:
         """`held` is the highest attempt that may still deliver tokens, 0 if none."""
+        self._num_arrivals += 1
         prompt_len = len(event.prompt_token_ids)
         request = Request(
             request_id=event.request_id,
@@ -192,12 +202,17 @@ class SchedulerCore:
             token_ids=[*event.prompt_token_ids, *event.output_token_ids],
             prompt_len=prompt_len,
             sampling=event.sampling,
-            priority=event.priority,
+            tenant=tenant,
             deadline_ns=event.deadline_ns,
             cache_salt=event.cache_salt,
             traceparent=event.traceparent,
-            sequence=sequence,
-            arrived_ns=arrived_ns,
+            rank=policy.rank(
+                priority=event.priority,
+                arrived_ns=self._now_ns,
+                sequence=self._num_arrivals,
+                ageing_ns=self.config.priority_ageing_ns,
+            ),
+            arrived_ns=self._now_ns,
             emit_from=len(event.output_token_ids),
             max_total_tokens=prompt_len + event.sampling.max_tokens,
         )
@@ -263,6 +278,7 @@ class SchedulerCore:
         request.move(Move.FINISH)
         request.blocks = []
         del self._requests[request.request_id]
+        self._tenants.ended(request.tenant)
 
     def _expire(self) -> None:
         while (request := self._deadlines.pop_due(self._now_ns)) is not None:
@@ -374,49 +390,7 @@ class SchedulerCore:
         flight = worker.in_flight.popleft()
         worker.last_result_step = event.step
         worker.num_failed_in_a_row = 0
-        self.stats.num_wasted_rows += event.num_wasted_rows
-        self._apply_rows(worker, flight, event)
-
-    def _apply_rows(self, worker: WorkerState, flight: StepInFlight, event: StepCompleted) -> None:
-        """Books what each row of a step gave. No calls on the way of a decode inside its block."""
-        tokens = dict(zip(event.slots, event.token_ids, strict=True))
-        finished = dict(event.finished)
-        stats, block_size = self.stats, worker.capacity.block_size
-        stats.num_generation_tokens += len(tokens)
-        chunks_are_whole = _chunks_are_whole(flight, event)
-        for slot, request, num_tokens, samples in zip(
-            flight.slots, flight.requests, flight.num_tokens, flight.samples, strict=True
-        ):
-            token_id = tokens.get(slot)
-            request.num_in_flight -= 1
-            if request.state is RequestState.FINISHED:
-                stats.num_stale_tokens += token_id is not None
-                stats.num_generation_tokens -= token_id is not None
-                continue
-            if token_id is not None:
-                request.token_ids.append(token_id)
-                if request.first_token_ns is None:
-                    request.first_token_ns = self._now_ns
-            reason = finished.get(slot)
-            is_whole = token_id is not None if samples else reason is None and chunks_are_whole
-            if request.state is RequestState.RUNNING and is_whole:
-                confirmed = request.num_confirmed_tokens
-                request.num_confirmed_tokens = confirmed + num_tokens
-                if confirmed < request.prompt_len:
-                    stats.num_prompt_tokens += min(num_tokens, request.prompt_len - confirmed)
-                if (confirmed + num_tokens) // block_size > request.num_published:
-                    self._sharing.publish(request, worker)
-            elif request.state is RequestState.RETURNING:
-                self._row_returned(request)
-            if reason is not None:
-                self._finish(request, reason)
-            elif samples and token_id is None:
-                self._finish(
-                    request,
-                    FinishReason.ERROR,
-                    notify=True,
-                    message="the worker did not compute the request",
-                )
+        self._results.book(worker, flight, event, self._now_ns)
 
     def _step_failed(self, event: StepFailed) -> None:
         worker = self._workers.get(event.worker_id)
@@ -467,20 +441,3 @@ class SchedulerCore:
     def _wake_at_ns(self) -> int | None:
         wakes = (self._deadlines.next_ns(), self._admission.wake_at_ns(self._now_ns))
         return min((wake for wake in wakes if wake is not None), default=None)
-
-
-def _chunks_are_whole(flight: StepInFlight, event: StepCompleted) -> bool:
-    """Whether every row that was not to sample has been computed.
-
-    A row that was ended on the worker is skipped before the core may know of its end. One that was
-    to sample shows it by giving no token. If there were more, any chunk may have been skipped, and
-    its blocks must not be shared.
-    """
-    if event.num_wasted_rows == 0:
-        return True
-    sampled, finished = set(event.slots), {slot for slot, _ in event.finished}
-    num_silent = sum(
-        samples and slot not in sampled and slot not in finished
-        for slot, samples in zip(flight.slots, flight.samples, strict=True)
-    )
-    return event.num_wasted_rows <= num_silent

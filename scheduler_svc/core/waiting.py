@@ -1,29 +1,66 @@
-"""The waiting queue: requests by rank, lowest first."""
+"""The waiting queue: requests by rank, lowest first; with `fair` a lane for each tenant.
+
+A preempted or recovered request returns to its old place in its lane.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heapreplace, merge
 
 from scheduler_svc.core.request import Rank, Request
+from scheduler_svc.core.tenants import Tenant, Tenants
+
+# With `fair`: requests of one tenant that are looked at in one walk.
+MAX_LOOKED_AT = 16
 
 
 class WaitingQueue:
-    """Sorted by (priority, sequence). A preempted or recovered request returns to its old place."""
+    """Lanes are sorted by rank. Without tenants there is one lane for all."""
 
-    def __init__(self) -> None:
-        self._ranks: list[Rank] = []
+    def __init__(self, tenants: Tenants | None = None) -> None:
+        self._tenants = tenants
+        self._lanes: dict[Tenant | None, list[Rank]] = {}
         self._requests: dict[Rank, Request] = {}
         self._num_by_gateway: dict[str, int] = {}
         self._longest_by_gateway: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._ranks)
+        return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """In order. The queue must not change while it is walked."""
-        return (self._requests[rank] for rank in self._ranks)
+        """By rank. The queue must not change while it is walked."""
+        lanes = list(self._lanes.values())
+        ranks = merge(*lanes) if len(lanes) > 1 else iter(lanes[0] if lanes else ())
+        return (self._requests[rank] for rank in ranks)
 
     def __contains__(self, request: Request) -> bool:
         return self._requests.get(request.rank) is request
+
+    def in_turn(self) -> Iterator[Request]:
+        """In the order in which requests are to be admitted.
+
+        With `fair` each time the next one of the tenant that has been served least by then, at most
+        MAX_LOOKED_AT of one tenant. The queue must not change while it is walked, nor any counter
+        but that of the tenant whose request was given last.
+        """
+        if self._tenants is None:
+            yield from self
+            return
+        turns = [(tenant.counter, lane[0], 0, tenant) for tenant, lane in self._by_tenant()]
+        heapify(turns)
+        while turns:
+            _, rank, place, tenant = turns[0]
+            yield self._requests[rank]
+            lane, place = self._lanes[tenant], place + 1
+            if place < min(len(lane), MAX_LOOKED_AT):
+                heapreplace(turns, (tenant.counter, lane[place], place, tenant))
+            else:
+                heappop(turns)
+
+    def _by_tenant(self) -> Iterator[tuple[Tenant, list[Rank]]]:
+        for tenant, lane in self._lanes.items():
+            assert tenant is not None
+            yield tenant, lane
 
     @property
     def longest_by_gateway(self) -> Mapping[str, int]:
@@ -33,7 +70,13 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Puts a request at the place of its rank."""
         assert request.rank not in self._requests, "a request waits twice"
-        insort(self._ranks, request.rank)
+        key = None if self._tenants is None else request.tenant
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = []
+            if self._tenants is not None:
+                self._tenants.lift(request.tenant)
+        insort(lane, request.rank)
         self._requests[request.rank] = request
         gateway_id = request.gateway_id
         self._num_by_gateway[gateway_id] = self._num_by_gateway.get(gateway_id, 0) + 1
@@ -43,7 +86,11 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Takes a request out."""
         assert self._requests.pop(request.rank) is request
-        del self._ranks[bisect_left(self._ranks, request.rank)]
+        key = None if self._tenants is None else request.tenant
+        lane = self._lanes[key]
+        del lane[bisect_left(lane, request.rank)]
+        if not lane:
+            del self._lanes[key]
         num_left = self._num_by_gateway.pop(request.gateway_id) - 1
         if num_left:
             self._num_by_gateway[request.gateway_id] = num_left

@@ -15,6 +15,7 @@ from scheduler_svc.core import digest
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.ready import Admit, StepPlan, WorkerView
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.step_cost import StepCost
 from scheduler_svc.core.types import BlockId, CostProfile, Slot, WorkerCapacity, WorkerId
 
 _by_rank = attrgetter("rank")
@@ -49,7 +50,7 @@ class WorkerState:
         self.session = session
         self.epoch = epoch
         self.capacity = capacity
-        self.cost = cost
+        self.cost = StepCost(cost)
         self.gateway_ids = gateway_ids
         self.draining = False
         self.pool = BlockPool(capacity.num_blocks)

@@ -48,7 +48,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.results: list[StepCompleted | StepFailed] = []
 
     @initialize(
-        policy=st.sampled_from(["fcfs", "fcfs", "static"]),
+        policy=st.sampled_from(["fcfs", "fair", "fcfs", "static"]),
         chunk=st.sampled_from([0, 3]),
         caching=st.booleans(),
         max_skips=st.sampled_from([1, 16]),
@@ -80,6 +80,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 14),
         stop_after=st.none() | st.integers(1, 14),
         priority=st.sampled_from([0, 0, 1, -1]),
+        tenant=st.sampled_from(["a", "b"]),
         deadline_ms=st.none() | st.integers(1, 200),
         gateway=st.sampled_from([GATEWAY, GATEWAY, GATEWAY, OTHER]),
         logprobs=st.sampled_from([{}, {}, {"num_logprobs": 1}, SCORED]),
@@ -92,6 +93,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_tokens: int,
         stop_after: int | None,
         priority: int,
+        tenant: str,
         deadline_ms: int | None,
         gateway: str,
         logprobs: dict[str, Any],
@@ -107,6 +109,7 @@ class CoreMachine(RuleBasedStateMachine):
                     max_tokens=max_tokens,
                     stop_after=stop_after,
                     priority=priority,
+                    tenant=tenant,
                     deadline_ns=None if extra else deadline_ns,
                     gateway_id=gateway,
                     **logprobs,

@@ -27,7 +27,7 @@ class History:
             make_core(
                 max_inflight_steps=depth,
                 prefill_chunk_tokens=self.random.choice((0, 0, 7)),
-                scheduling_policy=self.random.choice(("fcfs", "fcfs", "fcfs", "static")),
+                scheduling_policy=self.random.choice(("fcfs", "fcfs", "fair", "static")),
                 max_skips=self.random.choice((1, 16)),
             )
         )
@@ -77,6 +77,7 @@ class History:
                 max_tokens=pick.randint(1, 60),
                 stop_after=pick.choice((None, None, pick.randint(1, 60))),
                 priority=pick.choice((0, 0, 0, 1, -1)),
+                tenant=pick.choice("abc"),
                 deadline_ns=pick.choice(
                     (None, None, self.cluster.now_ns + pick.randint(1, 800) * MS)
                 ),

@@ -24,6 +24,7 @@ def requests(seed: int = 0, count: int = 24) -> list[RequestArrived]:
             family=pick.randint(0, 3),
             max_tokens=pick.randint(1, 24),
             stop_after=pick.choice([None, None, 5]),
+            tenant=f"t{i % 3}",
         )
         for i in range(count)
     ]
@@ -96,6 +97,14 @@ def test_preemption_does_not_matter(depth: int, num_blocks: int) -> None:
     assert cluster.core.stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize("config", [{"scheduling_policy": "static"}, {"enable_prefix_caching": 0}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"scheduling_policy": "static"},
+        {"scheduling_policy": "fair"},
+        {"enable_prefix_caching": 0},
+        {"max_prefill_gap_ns": 1},
+    ],
+)
 def test_policy_and_cache_do_not_matter(config: dict[str, Any]) -> None:
     serve(requests(), **config)

@@ -5,11 +5,17 @@ import random
 import pytest
 
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.tenants import Tenant
 from scheduler_svc.core.types import RequestId, SamplingSpec
 from scheduler_svc.core.waiting import WaitingQueue
 
 
-def make(sequence: int, priority: int = 0, deadline_ns: int | None = None) -> Request:
+def make(
+    sequence: int,
+    priority: int = 0,
+    deadline_ns: int | None = None,
+    tenant: Tenant | None = None,
+) -> Request:
     return Request(
         request_id=RequestId(b"%d" % sequence),
         entry_id=str(sequence),
@@ -20,11 +26,11 @@ def make(sequence: int, priority: int = 0, deadline_ns: int | None = None) -> Re
         token_ids=[1],
         prompt_len=1,
         sampling=SamplingSpec(max_tokens=1),
-        priority=priority,
+        tenant=tenant or Tenant("t"),
         deadline_ns=deadline_ns,
         cache_salt=b"",
         traceparent="",
-        sequence=sequence,
+        rank=(priority, sequence),
         arrived_ns=0,
         emit_from=0,
     )
@@ -35,7 +41,7 @@ def test_lower_classes_first_then_first_come() -> None:
     requests = [make(i, priority=p) for i, p in enumerate([1, 0, 1, -1, 0])]
     for request in random.Random(0).sample(requests, len(requests)):
         queue.add(request)
-    assert [r.sequence for r in queue] == [3, 1, 4, 0, 2]
+    assert [r.rank[1] for r in queue] == [3, 1, 4, 0, 2]
 
 
 def test_one_that_comes_back_takes_its_old_place() -> None:

@@ -60,6 +60,8 @@ def request(**fields: Any) -> queue_pb2.QueuedRequest:
         "priority": -4,
         "cache_salt": b"salt",
         "traceparent": "00-aa",
+        "tenant": "acme",
+        "tenant_weight": 2.5,
     }
     return queue_pb2.QueuedRequest(**(values | fields))
 
@@ -133,7 +135,15 @@ def test_every_field_of_a_request_arrives() -> None:
         deadline_ns=1_700_000_000_000_000_000,
         cache_salt=b"salt",
         traceparent="00-aa",
+        tenant="acme",
+        tenant_weight=2.5,
     )
+
+
+def test_without_a_tenant_all_are_one_of_weight_one() -> None:
+    arrived = decode_request(tenant="", tenant_weight=0.0)
+    assert isinstance(arrived, RequestArrived)
+    assert (arrived.tenant, arrived.tenant_weight) == ("", 1.0)
 
 
 def test_what_sampling_leaves_out_has_the_defaults() -> None:
@@ -205,6 +215,10 @@ def test_a_cancel_arrives() -> None:
         ),
         ({"cache_salt": b"s" * 257}, "cache_salt"),
         ({"traceparent": "t" * 257}, "traceparent"),
+        ({"tenant": "t" * 257}, "tenant"),
+        ({"tenant_weight": -1.0}, "tenant_weight"),
+        ({"tenant_weight": float("nan")}, "tenant_weight"),
+        ({"tenant_weight": 1e7}, "tenant_weight"),
         ({"required_features": ["grammar", "vision"]}, "grammar, vision"),
     ],
 )
@@ -349,7 +363,9 @@ def test_a_result_keeps_its_columns_and_faults() -> None:
             common_pb2.FINISH_REASON_UNSPECIFIED,
         ],
         num_wasted_rows=2,
-        times=worker_pb2.StepTimes(idle_us=9),
+        times=worker_pb2.StepTimes(
+            idle_us=9, apply_us=1, forward_us=20, sample_us=300, total_us=9000
+        ),
         faults=[
             worker_pb2.Fault(
                 scope=worker_pb2.Fault.SCOPE_STEP,
@@ -362,6 +378,7 @@ def test_a_result_keeps_its_columns_and_faults() -> None:
     report = message(result=result)
     assert isinstance(report, StepReport)
     assert (report.epoch, report.step, report.num_wasted_rows, report.idle_us) == (4, 5, 2, 9)
+    assert report.step_us == 321
     assert (report.slots, report.token_ids) == ((1, 3), (70, 80))
     assert report.finished == ((3, FinishReason.STOP), (4, FinishReason.ERROR))
     assert report.faults[0].scope is FaultScope.STEP

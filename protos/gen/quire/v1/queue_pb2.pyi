@@ -68,6 +68,8 @@ class QueuedRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """16 bytes drawn by the gateway; never the client's own id."""
     attempt: _builtins.int
@@ -77,11 +79,15 @@ class QueuedRequest(_message.Message):
     reply_to: _builtins.bytes
     """16 secret bytes that a gateway must show a worker to read the tokens."""
     priority: _builtins.int
-    """Strict class: lower values go first."""
+    """Class: lower values go first. A class is a head start in time, so that none starves."""
     cache_salt: _builtins.bytes
     """Prefix-cache partition of the tenant; empty is the shared partition."""
     traceparent: _builtins.str
     """W3C trace context, empty if none."""
+    tenant: _builtins.str
+    """Whose request it is, for fairness between tenants; empty without API keys."""
+    tenant_weight: _builtins.float
+    """The tenant's share beside others; 0 means 1."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -112,10 +118,12 @@ class QueuedRequest(_message.Message):
         cache_salt: _builtins.bytes = ...,
         required_features: _abc.Iterable[_builtins.str] | None = ...,
         traceparent: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        tenant_weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "gateway_id", b"gateway_id", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reply_to", b"reply_to", "request_id", b"request_id", "required_features", b"required_features", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "gateway_id", b"gateway_id", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reply_to", b"reply_to", "request_id", b"request_id", "required_features", b"required_features", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,42 @@
+"""What a step costs on one worker: its profile, corrected by the steps that return.
+
+A straight line, time = step_us + tokens * token_us, fitted to the last steps by least squares whose
+weights fade. While all steps hold about as many tokens, the slope stays near that of the profile.
+"""
+
+from scheduler_svc.core.types import CostProfile
+
+_FADE = 0.99
+# Weight of the profile's slope, in squared tokens of spread among the steps seen.
+_PRIOR = 4096.0
+# A step that took this many times what was expected counts as no more: the process stood still.
+_MAX_SURPRISE = 4.0
+
+
+class StepCost:
+    """Mutable; owned by the worker's state."""
+
+    def __init__(self, profile: CostProfile) -> None:
+        self.profile = profile
+        self._prior_us = profile.token_us
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, num_tokens: int, step_us: int) -> None:
+        """A step of so many tokens took so long. Steps whose time is unknown are passed over."""
+        if step_us <= 0 or num_tokens <= 0:
+            return
+        time_us = float(step_us)
+        if self._n > 10.0:
+            known = self.profile
+            expected = known.step_us + num_tokens * known.token_us
+            time_us = min(time_us, _MAX_SURPRISE * expected)
+        self._n = self._n * _FADE + 1.0
+        self._x = self._x * _FADE + num_tokens
+        self._y = self._y * _FADE + time_us
+        self._xx = self._xx * _FADE + num_tokens * num_tokens
+        self._xy = self._xy * _FADE + num_tokens * time_us
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        spread = max(0.0, self._xx - self._x * mean_x)
+        slope = (self._xy - self._x * mean_y + _PRIOR * self._prior_us) / (spread + _PRIOR)
+        slope = min(max(0.0, slope), mean_y / mean_x)
+        self.profile = CostProfile(step_us=mean_y - slope * mean_x, token_us=slope)
