@@ -1,0 +1,154 @@
+"""The gateway before a real scheduler and a worker without a model: scoring, and clients that go.
+
+The worker's steps are slow, so that they can be counted.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.stack import Stack
+from tests.e2e.models import write_stub_model
+from tests.e2e.stack import assert_idle, await_workers
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+STEP_S = 0.2
+PROMPT = [300, 301, 302, 303]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One worker."""
+    folder = tmp_path_factory.mktemp("stub")
+    settings = {"QUIRE_DRAIN_S": "1", "STUB_STEP_MS": str(int(STEP_S * 1000))}
+    with Stack(
+        folder / "stack",
+        model=str(write_stub_model(Path(folder) / "stub-model")),
+        worker_module="tests.stub_worker",
+        settings=settings,
+    ) as running:
+        await_workers(running, 1)
+        yield running
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    """Of the REST interface; the stack is idle before and after."""
+    assert_idle(stack)
+    async with httpx.AsyncClient(base_url=stack.base_url, timeout=60) as found:
+        yield found
+    await asyncio.to_thread(assert_idle, stack)
+
+
+def steps(stack: Stack) -> float:
+    """Steps that the worker was given."""
+    return stack.workers[0].metrics().total("quire:worker_steps_total")
+
+
+async def post(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    """A completion."""
+    response = await client.post("/v1/completions", json={"prompt": PROMPT} | body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+async def test_a_client_that_leaves_costs_two_more_steps(
+    stack: Stack, client: httpx.AsyncClient, num_prompts: int
+) -> None:
+    """Beside the one that runs: a cancel overtakes no plan that has been sent."""
+    body = {"prompt": [PROMPT] * num_prompts, "max_tokens": 500, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as answer:
+        lines = answer.aiter_lines()
+        for _ in range(6):
+            await anext(lines)
+        before = await asyncio.to_thread(steps, stack)
+    await asyncio.to_thread(assert_idle, stack)
+    spent = await asyncio.to_thread(steps, stack) - before
+    assert spent <= 3
+
+
+async def test_scoring(client: httpx.AsyncClient) -> None:
+    """As lm-eval asks for it: a batch of token ids, one token more, everything back."""
+    prompts = [PROMPT, [304, 305], [*PROMPT, 306]]
+    answer = await post(
+        client, prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234
+    )
+    for choice, prompt in zip(answer["choices"], prompts, strict=True):
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"] == [None, *[-0.5] * len(prompt)]
+        assert len(logprobs["top_logprobs"]) == len(logprobs["tokens"]) == len(prompt) + 1
+        greedy = [
+            value == max(top.values())
+            for value, top in zip(
+                logprobs["token_logprobs"][1:-1], logprobs["top_logprobs"][1:-1], strict=True
+            )
+        ]
+        assert all(greedy)
+    assert answer["usage"]["completion_tokens"] == len(prompts)
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+
+
+async def test_scoring_the_same_prompt_again_takes_nothing_from_the_cache(
+    client: httpx.AsyncClient,
+) -> None:
+    """Logprobs of positions that were not computed would be missing."""
+    prompt = [300 + i % 50 for i in range(200)]
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+    await post(client, **fields)
+    hit = await post(client, **fields)
+    assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    scored = await post(client, **fields, echo=True, logprobs=0)
+    assert scored["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert scored["choices"][0]["logprobs"]["token_logprobs"] == [None, *[-0.5] * 200]
+
+
+async def test_a_prompt_alone(client: httpx.AsyncClient) -> None:
+    """No output, and its logprobs all the same."""
+    answer = await post(client, max_tokens=0, logprobs=2, echo=True)
+    [choice] = answer["choices"]
+    assert len(choice["logprobs"]["tokens"]) == len(PROMPT)
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_logprobs_survive_in_a_stream(client: httpx.AsyncClient) -> None:
+    """One for each token, whole or streamed."""
+    body: dict[str, Any] = {"max_tokens": 6, "logprobs": 1, "seed": 5, "ignore_eos": True}
+    whole = (await post(client, **body))["choices"][0]
+    response = await client.post("/v1/completions", json={"prompt": PROMPT, "stream": True} | body)
+    frames = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
+    shown = [f["choices"][0]["logprobs"] for f in frames if f["choices"][0]["logprobs"]]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [x for part in shown for x in part[name]] == whole["logprobs"][name]
+    assert len(whole["logprobs"]["tokens"]) == 6
+
+
+async def test_a_clients_deadline(client: httpx.AsyncClient) -> None:
+    """504 before the first token, an event behind it."""
+    late: dict[str, Any] = {"max_tokens": 400, "deadline_ms": 900, "ignore_eos": True}
+    response = await client.post("/v1/completions", json={"prompt": PROMPT} | late)
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    response = await client.post("/v1/completions", json={"prompt": PROMPT, "stream": True} | late)
+    assert response.status_code == 200
+    assert response.text.count('"code":"deadline_exceeded"') == 1
+    assert response.text.endswith("data: [DONE]\n\n")
+
+
+async def test_salts_keep_prefixes_apart(client: httpx.AsyncClient) -> None:
+    """A hit under one salt is none under another."""
+    prompt = [310 + i % 40 for i in range(100)]
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 1}
+    await post(client, **fields, cache_salt="a")
+    again = await post(client, **fields, cache_salt="a")
+    other = await post(client, **fields, cache_salt="b")
+    cached = [x["usage"]["prompt_tokens_details"]["cached_tokens"] for x in (again, other)]
+    assert cached[0] > 0
+    assert cached[1] == 0
