@@ -159,7 +159,8 @@ def _kept(gaps: Floats, weights: Floats, spec: SamplingSpec) -> TokenIds | None:
     for share in LIKELY:
         likely = np.flatnonzero(weights > np.float32(share * total))
         mass = float(weights[likely].sum(dtype=np.float64))
-        if (top_k and len(likely) >= top_k) or mass > spec.top_p * total:
+        # With top_k, top_p is a share of what top_k keeps: all of that must be among the likely.
+        if len(likely) >= top_k if top_k else mass > spec.top_p * total:
             ids = likely
             break
     if probable is not None:

@@ -180,6 +180,15 @@ def test_kept_sets_where_the_likely_tokens_do_not_hold_them() -> None:
     assert sampler.sample_row(flat, spec(top_k=9000, top_p=1.0), 0) < 8000
 
 
+def test_top_p_is_a_share_of_all_that_top_k_keeps() -> None:
+    """Also where the likely tokens hold that share of the whole mass, but are fewer than top_k."""
+    row = np.full(8000, -8.0, dtype=np.float32)
+    row[:20] = 0.0  # 20 of a mass of 22.3 over the first 7,000
+    chosen = spec(top_k=7000, top_p=0.5)
+    drawn = {sampler.sample_row(row, chosen, at) for at in range(400)}
+    assert drawn == set(range(12))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1.0])
 def test_equal_logits_and_top_k_one_take_the_first(temperature: float) -> None:
     scores = torch.zeros(3, 4000)
