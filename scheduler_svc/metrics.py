@@ -153,6 +153,7 @@ class _CoreCollector(Collector):
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits),
+            ("quire:requests_held_back", "Waited for a shared prefix.", stats.num_held_back),
             ("quire:scheduler_prompt_tokens", "Prompt tokens computed.", stats.num_prompt_tokens),
             ("quire:scheduler_generation_tokens", "Tokens sampled.", stats.num_generation_tokens),
             ("quire:requests_recovered", "Moved from lost workers.", stats.num_recovered),
@@ -167,6 +168,14 @@ class _CoreCollector(Collector):
         )
         for name, text, value in counters:
             yield self._family(CounterMetricFamily(name, text, labels=["model_name"]), value)
+        looks = CounterMetricFamily(
+            "quire:prefix_looks",
+            "Requests by why their first look into the prefix cache found no more.",
+            labels=["model_name", "stop"],
+        )
+        for stop, count in stats.prefix_stops.items():
+            looks.add_metric([self._model_name, stop.name.lower()], count)
+        yield looks
 
     def _family(
         self, family: GaugeMetricFamily | CounterMetricFamily, value: float

@@ -6,6 +6,8 @@ Rules:
   ones max_skips times, then nobody passes it on a worker that could run it;
 - with `fair` a request also passes others only while its tenant does not lead them by a context;
 - one that can't keep its deadline comes after all others;
+- one that shares enough with a running prefill is held back until that has filled the cache, for
+  max_holds plans at most;
 - a request goes to the cheapest worker that has room and whose tokens its gateway reads;
 - the attempt rises when a request moves to another worker session, so that what the old session
   may still deliver is told apart from the repeat.
@@ -124,7 +126,7 @@ class Admission:
         elif placement.worker is worker:
             if not last_chance and self._is_too_late(request, placement, fill.now_ns):
                 fill.late.append(request)
-            else:
+            elif not self._is_held_back(request, placement):
                 if self._is_fair:
                     self._tenants.raise_floor(min(fill.least, request.tenant.counter))
                 self._admit(request, placement, fill.now_ns)
@@ -146,6 +148,20 @@ class Admission:
             budget_tokens=worker.capacity.max_num_batched_tokens,
             cost=worker.cost.profile,
         )
+
+    def _is_held_back(self, request: Request, placement: Placement) -> bool:
+        """Whether the request waits for the cache that a running one is filling."""
+        config, worker = self._config, placement.worker
+        held = policy.holds_back(
+            num_coming=self._sharing.num_coming(request, worker, len(placement.cached)),
+            num_holds=request.num_holds,
+            min_tokens=config.hold_back_tokens,
+            max_holds=config.max_holds,
+            cost=worker.cost.profile,
+        )
+        self._stats.num_held_back += held and request.num_holds == 0
+        request.num_holds += held
+        return held
 
     def _is_open(self, worker: WorkerState, budget: StepBudget, num_admitted: int) -> bool:
         """Whether one more request may be admitted into this step.
@@ -175,6 +191,7 @@ class Admission:
         request.num_published = len(placement.cached)
         request.stranded_since_ns = None
         generation = worker.occupy(request, placement.cached + fresh)
+        self._sharing.announce(request, worker)
         emit_from = _begin_emission(request, worker)
         if self._is_fair and not request.is_charged:
             request.is_charged = True
@@ -184,6 +201,7 @@ class Admission:
             request.num_cached_tokens = min(num_cached, request.prompt_len)
             self._stats.prefix_queries += request.prompt_len
             self._stats.prefix_hits += request.num_cached_tokens
+            self._stats.prefix_stops[placement.stop] += 1
         request.move(Move.ADMIT)
         worker.announce(
             Admit(

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from scheduler_svc.core.types import BlockHash, BlockId
+from scheduler_svc.core.types import BlockHash, BlockId, PrefixStop
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,19 @@ class CachedBlock:
     tokens: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Cached blocks of a prefix, and why there are no more."""
+
+    blocks: list[BlockId]
+    stop: PrefixStop
+
+
 class BlockPool:
-    """Device blocks 0..num_blocks-1 of one worker."""
+    """Device blocks 0..num_blocks-1 of one worker.
+
+    Names of the last num_blocks evictions are kept, to tell what was evicted from what is new.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -32,6 +43,7 @@ class BlockPool:
         )
         self._index: dict[BlockHash, BlockId] = {}
         self._cached: dict[BlockId, CachedBlock] = {}
+        self._evicted: dict[BlockHash, None] = {}
 
     @property
     def num_free(self) -> int:
@@ -63,24 +75,26 @@ class BlockPool:
 
     def match(
         self, names: Iterable[BlockHash], start: BlockHash, tokens_of: Callable[[int], bytes]
-    ) -> list[BlockId]:
-        """Blocks of the longest cached prefix. Does not take them.
+    ) -> PrefixMatch:
+        """The longest cached prefix. Does not take its blocks.
 
         Parent and token ids are compared, so that two prompts with one name can't share KV;
         tokens_of(i) gives the ids of block i and is asked for hits only.
         """
         found: list[BlockId] = []
-        parent = start
+        stop, parent = PrefixStop.END, start
         for index, name in enumerate(names):
             block = self._index.get(name)
             if block is None:
+                stop = PrefixStop.EVICTED if name in self._evicted else PrefixStop.COLD
                 break
             known = self._cached[block]
             if known.parent != parent or known.tokens != tokens_of(index):
+                stop = PrefixStop.COLLISION
                 break
             found.append(block)
             parent = name
-        return found
+        return PrefixMatch(found, stop)
 
     def num_free_among(self, blocks: Iterable[BlockId]) -> int:
         """How many of `blocks` are free now, so that sharing them uses free blocks up."""
@@ -116,6 +130,9 @@ class BlockPool:
         known = self._cached.pop(block, None)
         if known is not None:
             del self._index[known.name]
+            self._evicted[known.name] = None
+            if len(self._evicted) > self.num_blocks:
+                del self._evicted[next(iter(self._evicted))]
 
     def check(self, owned: Iterable[Sequence[BlockId]]) -> None:
         """Asserts the invariants against the block tables of all running requests."""

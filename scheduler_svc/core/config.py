@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from scheduler_svc.core.policy import POLICIES
+from scheduler_svc.core.prefix import HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +17,9 @@ class CoreConfig:
     classes strict.
     watermark is the share of blocks an admission must leave free. max_skips bounds how often a
     waiting request that does not fit may be passed over by later ones. max_step_failures is how
-    many steps in a row may fail before their worker is given up.
+    many steps in a row may fail before their worker is given up. A request is held back, in at most
+    max_holds plans, while a running one fills at least hold_back_tokens that both begin with; 0
+    turns that off. hash_bytes is the length of block names.
     """
 
     scheduling_policy: str = "fcfs"
@@ -33,7 +36,10 @@ class CoreConfig:
     worker_wait_ns: int = 30_000_000_000
     max_step_failures: int = 3
     max_attempts: int = 32
+    hold_back_tokens: int = 32
+    max_holds: int = 64
     hash_key: bytes = b"quire"
+    hash_bytes: int = HASH_BYTES
 
     def validate(self) -> None:
         """Raises ValueError naming the first bad field."""
@@ -43,9 +49,17 @@ class CoreConfig:
             raise ValueError("max_inflight_steps must be from 1 to 8")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError("watermark must be in [0, 1)")
+        if not 1 <= self.hash_bytes <= 64:
+            raise ValueError("hash_bytes must be from 1 to 64")
         for name in ("static_batch_size", "max_skips", "max_step_failures", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
-        for name in ("max_prefill_gap_ns", "priority_ageing_ns", "worker_wait_ns"):
+        for name in (
+            "max_prefill_gap_ns",
+            "priority_ageing_ns",
+            "worker_wait_ns",
+            "hold_back_tokens",
+            "max_holds",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")

@@ -47,6 +47,9 @@ def _check_worker(worker: WorkerState) -> None:
     assert worker.ranked == in_rank
     pending = sum(max(0, request.num_wanted - 1) for request in in_rank)
     assert worker.num_pending_prefill == pending
+    for name, request in worker.coming.items():
+        assert worker.running.get(request.slot) is request, "a block is coming from nobody"
+        assert name in request.block_hashes[request.num_published :]
     total = 0
     for slot, request in worker.running.items():
         assert request.slot == slot

@@ -7,13 +7,14 @@ had to preempt.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler_svc.core import policy
+from scheduler_svc.core.blocks import PrefixMatch
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.ready import StepPlan
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.types import BlockId, Slot
+from scheduler_svc.core.types import BlockId, PrefixStop, Slot
 from scheduler_svc.core.worker_state import WorkerState
 
 
@@ -38,10 +39,14 @@ class StepBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a waiting request would go: cached blocks to share and the number of new ones."""
+    """Where a waiting request would go: cached blocks to share and the number of new ones.
+
+    `stop` says why no more blocks are shared.
+    """
 
     worker: WorkerState
     cached: list[BlockId]
+    stop: PrefixStop
     num_new: int
     cost: int
 
@@ -150,17 +155,20 @@ def find_placement(
     request: Request,
     workers: Sequence[WorkerState],
     config: CoreConfig,
-    match: Callable[[Request, WorkerState], list[BlockId]],
+    match: Callable[[Request, WorkerState], PrefixMatch],
 ) -> Placement | None:
     """The cheapest worker that has room for the whole request now; None if none has.
 
     Room: a free slot, and blocks for all known tokens above the watermark.
     """
     best: Placement | None = None
+    most_cached = 0
     for worker in workers:
         if not has_room(worker, config):
             continue
-        cached = match(request, worker)
+        found = match(request, worker)
+        cached = found.blocks
+        most_cached = max(most_cached, len(cached) * worker.capacity.block_size)
         num_new = worker.blocks_for(len(request.token_ids)) - len(cached)
         spare = worker.pool.num_free - worker.pool.num_free_among(cached) - num_new
         if spare < watermark(worker, config):
@@ -171,7 +179,11 @@ def find_placement(
             num_running=len(worker.running),
         )
         if best is None or cost < best.cost:
-            best = Placement(worker=worker, cached=cached, num_new=num_new, cost=cost)
+            best = Placement(
+                worker=worker, cached=cached, stop=found.stop, num_new=num_new, cost=cost
+            )
+    if best is not None and most_cached > len(best.cached) * best.worker.capacity.block_size:
+        best = replace(best, stop=PrefixStop.ELSEWHERE)
     return best
 
 

@@ -96,3 +96,16 @@ def prefill_allowance(
         return None
     left_us = max_gap_ns / 1000 - cost.step_us - num_decodes * cost.token_us
     return max(floor_tokens, int(left_us / cost.token_us))
+
+
+def holds_back(
+    *, num_coming: int, num_holds: int, min_tokens: int, max_holds: int, cost: CostProfile
+) -> bool:
+    """Whether a request waits until a running one has filled num_coming tokens that both share.
+
+    Worth it if they are at least as much work as the fixed time of the step that it waits for.
+    """
+    if min_tokens == 0 or num_holds >= max_holds:
+        return False
+    is_worth_it = cost.token_us == 0.0 or num_coming * cost.token_us >= cost.step_us
+    return num_coming >= min_tokens and is_worth_it

@@ -11,13 +11,14 @@ from hashlib import blake2b
 
 from scheduler_svc.core.types import BlockHash
 
-_SIZE = 16
+HASH_BYTES = 16
 
 
-def chain_start(hash_key: bytes, cache_salt: bytes) -> BlockHash:
-    """Parent of a request's first block."""
+def chain_start(hash_key: bytes, cache_salt: bytes, hash_bytes: int = HASH_BYTES) -> BlockHash:
+    """Parent of a request's first block. All names after it have its length."""
     key = blake2b(hash_key, digest_size=32).digest()
-    return BlockHash(blake2b(cache_salt, key=key, digest_size=_SIZE, person=b"quire-salt").digest())
+    start = blake2b(cache_salt, key=key, digest_size=hash_bytes, person=b"quire-salt")
+    return BlockHash(start.digest())
 
 
 def block_tokens(token_ids: Sequence[int]) -> bytes:
@@ -27,7 +28,8 @@ def block_tokens(token_ids: Sequence[int]) -> bytes:
 
 def child(parent: BlockHash, tokens: bytes) -> BlockHash:
     """Name of the block that holds `tokens` after `parent`."""
-    return BlockHash(blake2b(tokens, key=parent, digest_size=_SIZE, person=b"quire-block").digest())
+    name = blake2b(tokens, key=parent, digest_size=len(parent), person=b"quire-block")
+    return BlockHash(name.digest())
 
 
 def extend_chain(

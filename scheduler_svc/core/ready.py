@@ -1,8 +1,16 @@
 """What the core wants done."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from scheduler_svc.core.types import BlockId, FinishReason, RequestId, SamplingSpec, Slot, WorkerId
+from scheduler_svc.core.types import (
+    BlockId,
+    FinishReason,
+    PrefixStop,
+    RequestId,
+    SamplingSpec,
+    Slot,
+    WorkerId,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +114,11 @@ class CoreStats:
     num_generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    # Requests by why their first look into the prefix cache found no more.
+    prefix_stops: dict[PrefixStop, int] = field(
+        default_factory=lambda: dict.fromkeys(PrefixStop, 0)
+    )
+    num_held_back: int = 0
     num_chunked_prefills: int = 0
 
 

@@ -69,6 +69,7 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_skips: int = 0
+    num_holds: int = 0
     num_losses: int = 0
     tokens_at_loss: int = -1
     stranded_since_ns: int | None = None

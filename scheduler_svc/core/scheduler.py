@@ -65,7 +65,9 @@ class SchedulerCore:
         self._discards: list[str] = []
         self._given_up: list[WorkerId] = []
         self._sharing = PrefixSharing(
-            enabled=config.enable_prefix_caching, hash_key=config.hash_key
+            enabled=config.enable_prefix_caching,
+            hash_key=config.hash_key,
+            hash_bytes=config.hash_bytes,
         )
         self._admission = Admission(
             config=config,

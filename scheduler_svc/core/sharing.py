@@ -3,39 +3,64 @@
 A block enters the index on the result that filled it, never on the plan.
 """
 
-from itertools import islice
+from itertools import islice, takewhile
 
 from scheduler_svc.core import prefix
-from scheduler_svc.core.blocks import CachedBlock
+from scheduler_svc.core.blocks import CachedBlock, PrefixMatch
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.types import BlockId
+from scheduler_svc.core.types import PrefixStop
 from scheduler_svc.core.worker_state import WorkerState
 
 
 class PrefixSharing:
     """Names blocks of requests and finds them again. Holds no state but its configuration."""
 
-    def __init__(self, *, enabled: bool, hash_key: bytes) -> None:
+    def __init__(self, *, enabled: bool, hash_key: bytes, hash_bytes: int) -> None:
         self._enabled = enabled
         self._hash_key = hash_key
+        self._hash_bytes = hash_bytes
 
-    def match(self, request: Request, worker: WorkerState) -> list[BlockId]:
+    def match(self, request: Request, worker: WorkerState) -> PrefixMatch:
         """Cached blocks of the request's prefix; at least one token is left to compute.
 
         Where logprobs are wanted, all tokens whose logits give them are left.
         """
         if not self._enabled:
-            return []
+            return PrefixMatch([], PrefixStop.OFF)
+        num_usable = self._num_usable(request, worker)
         size = worker.capacity.block_size
-        self._name_blocks(request, size)
-        num_usable = (len(request.token_ids) - 1) // size
-        if request.sampling.num_logprobs is not None:
-            num_usable = min(num_usable, request.num_unscored(worker.session) // size)
+        if num_usable == 0:
+            short = len(request.token_ids) <= size
+            return PrefixMatch([], PrefixStop.SHORT if short else PrefixStop.LOGPROBS)
         return worker.pool.match(
             islice(request.block_hashes, num_usable),
             request.chain_start,
             lambda index: _tokens_of(request, size, index),
         )
+
+    def num_coming(self, request: Request, worker: WorkerState, num_cached: int) -> int:
+        """Tokens after the num_cached blocks that running requests are about to put into blocks."""
+        if not worker.coming:
+            return 0
+        names = islice(request.block_hashes, num_cached, self._num_usable(request, worker))
+        num_blocks = sum(1 for _ in takewhile(worker.coming.__contains__, names))
+        return num_blocks * worker.capacity.block_size
+
+    def announce(self, request: Request, worker: WorkerState) -> None:
+        """The request, just admitted, will fill the blocks of its known tokens."""
+        if self._enabled:
+            self._name_blocks(request, worker.capacity.block_size)
+            for name in islice(request.block_hashes, request.num_published, None):
+                worker.coming.setdefault(name, request)
+
+    def _num_usable(self, request: Request, worker: WorkerState) -> int:
+        """Named blocks that the request may start from."""
+        size = worker.capacity.block_size
+        self._name_blocks(request, size)
+        num_usable = (len(request.token_ids) - 1) // size
+        if request.sampling.num_logprobs is not None:
+            num_usable = min(num_usable, request.num_unscored(worker.session) // size)
+        return num_usable
 
     def publish(self, request: Request, worker: WorkerState) -> None:
         """Puts the blocks that are full and confirmed into the worker's index."""
@@ -46,11 +71,13 @@ class PrefixSharing:
             return
         self._name_blocks(request, size)
         for index in range(request.num_published, num_full):
+            name = request.block_hashes[index]
             parent = request.block_hashes[index - 1] if index else request.chain_start
+            worker.coming.pop(name, None)
             worker.pool.publish(
                 request.blocks[index],
                 CachedBlock(
-                    name=request.block_hashes[index],
+                    name=name,
                     parent=parent,
                     tokens=_tokens_of(request, size, index),
                 ),
@@ -62,7 +89,9 @@ class PrefixSharing:
         if request.hashed_block_size != block_size:
             request.block_hashes.clear()
             request.hashed_block_size = block_size
-            request.chain_start = prefix.chain_start(self._hash_key, request.cache_salt)
+            request.chain_start = prefix.chain_start(
+                self._hash_key, request.cache_salt, self._hash_bytes
+            )
         prefix.extend_chain(
             request.block_hashes, request.chain_start, request.token_ids, block_size
         )

@@ -33,6 +33,19 @@ class FaultScope(enum.IntEnum):
     WORKER = 3
 
 
+class PrefixStop(enum.Enum):
+    """Why a look into the prefix cache found no more than it did."""
+
+    END = "all that can be shared was there"
+    COLD = "nothing of the kind was computed here lately"
+    EVICTED = "it was there until its block was needed"
+    COLLISION = "a block of that name holds other tokens"
+    ELSEWHERE = "another worker has more of it"
+    SHORT = "there is no full block to share"
+    LOGPROBS = "the prompt's logprobs have to be computed"
+    OFF = "prefix caching is off"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:
     """How tokens are chosen. The core reads max_tokens and what of logprobs is wanted only.

@@ -16,7 +16,7 @@ from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.ready import Admit, StepPlan, WorkerView
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step_cost import StepCost
-from scheduler_svc.core.types import BlockId, CostProfile, Slot, WorkerCapacity, WorkerId
+from scheduler_svc.core.types import BlockHash, BlockId, CostProfile, Slot, WorkerCapacity, WorkerId
 
 _by_rank = attrgetter("rank")
 
@@ -64,6 +64,8 @@ class WorkerState:
         self.max_request_tokens = min(
             capacity.max_model_len, capacity.num_blocks * capacity.block_size + 1
         )
+        # Names of blocks that running requests are about to fill, and who fills them.
+        self.coming: dict[BlockHash, Request] = {}
         self.in_flight: deque[StepInFlight] = deque()
         self.last_step = last_step
         self.last_result_step = last_step
@@ -135,6 +137,10 @@ class WorkerState:
         self._rows.pop(slot, None)
         self._releases.append(slot)
         self._growth = [(s, b) for s, b in self._growth if s != slot]
+        if self.coming:
+            for name in request.block_hashes[request.num_published :]:
+                if self.coming.get(name) is request:
+                    del self.coming[name]
 
     def generation(self, slot: Slot) -> int:
         """Use count of a slot."""

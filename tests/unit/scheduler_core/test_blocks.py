@@ -26,7 +26,7 @@ def publish_chain(pool: BlockPool, blocks: Sequence[BlockId], labels: str) -> No
 
 
 def hits(pool: BlockPool, labels: str) -> list[BlockId]:
-    return pool.match([name(x) for x in labels], START, lambda index: labels[index].encode())
+    return pool.match([name(x) for x in labels], START, lambda index: labels[index].encode()).blocks
 
 
 def take(pool: BlockPool, count: int) -> list[BlockId]:
@@ -98,13 +98,13 @@ def test_an_equal_name_with_other_tokens_or_another_parent_is_a_miss() -> None:
     names = [name("a"), name("b")]
 
     def match(start: BlockHash, *tokens: bytes) -> list[BlockId]:
-        return pool.match(names[: len(tokens)], start, lambda index: tokens[index])
+        return pool.match(names[: len(tokens)], start, lambda index: tokens[index]).blocks
 
     assert match(START, b"a", b"b") == blocks
     assert match(START, b"a", b"other") == blocks[:1]
     assert match(START, b"other", b"b") == []
     assert match(BlockHash(b"another salt"), b"a", b"b") == []
-    assert pool.match(names[1:], START, lambda _: b"b") == []
+    assert pool.match(names[1:], START, lambda _: b"b").blocks == []
 
 
 def test_a_shared_block_is_freed_by_its_last_owner() -> None:

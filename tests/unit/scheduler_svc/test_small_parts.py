@@ -9,7 +9,7 @@ from scheduler_svc.adapters.gateway_watch import GRACE_NS, GatewayWatch
 from scheduler_svc.adapters.inbox_redis import RedisTime
 from scheduler_svc.adapters.redis_access import RedisHealth
 from scheduler_svc.core.ready import CoreStats, CoreView, Finish, Ready, WorkerView
-from scheduler_svc.core.types import FinishReason, RequestId, WorkerId
+from scheduler_svc.core.types import FinishReason, PrefixStop, RequestId, WorkerId
 from scheduler_svc.metrics import Sample, SchedulerMetrics
 from servicekit import redis_client
 from servicekit.metrics import new_registry
@@ -95,7 +95,14 @@ def test_metrics_show_the_core_and_its_histograms() -> None:
     )
     view = CoreView(epoch=7, num_waiting=5, num_running=3, backlog_tokens=99, workers=(worker,))
     sample = Sample(
-        stats=CoreStats(num_preemptions=4, prefix_queries=10, prefix_hits=6, num_recovered=2),
+        stats=CoreStats(
+            num_preemptions=4,
+            prefix_queries=10,
+            prefix_hits=6,
+            num_recovered=2,
+            prefix_stops={PrefixStop.COLD: 3, PrefixStop.END: 0},
+            num_held_back=6,
+        ),
         view=view,
         num_finishes_pending=8,
         num_events_queued=1,
@@ -135,6 +142,9 @@ def test_metrics_show_the_core_and_its_histograms() -> None:
         'vllm:request_queue_time_seconds_sum{model_name="tiny"} 2.0',
         'vllm:request_prefill_time_seconds_sum{model_name="tiny"} 3.0',
         'vllm:request_decode_time_seconds_sum{model_name="tiny"} 4.0',
+        'quire:prefix_looks_total{model_name="tiny",stop="cold"} 3.0',
+        'quire:prefix_looks_total{model_name="tiny",stop="end"} 0.0',
+        'quire:requests_held_back_total{model_name="tiny"} 6.0',
         'quire:requests_recovered_total{model_name="tiny"} 2.0',
         'quire:worker_lost_total{model_name="tiny"} 1.0',
         'quire:plan_bytes_sum{model_name="tiny"} 77.0',
