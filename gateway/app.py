@@ -16,6 +16,7 @@ from gateway.core.keys import KeysError
 from gateway.core.types import ModelInfo
 from gateway.engine import Engine, EngineConfig
 from gateway.grpc_auth import KeyInterceptor, tenant
+from gateway.grpc_messages import CheckedMessages
 from gateway.grpc_service import SERVICE_NAME, InferenceService
 from gateway.metrics import GatewayMetrics
 from gateway.oip_service import SERVICE_NAME as OPEN_INFERENCE
@@ -90,7 +91,7 @@ class Gateway:
         self.grpc = Server(
             self._register,
             [SERVICE_NAME, OPEN_INFERENCE],
-            [KeyInterceptor(keys.current)] if keys is not None else [],
+            [*([KeyInterceptor(keys.current)] if keys is not None else []), CheckedMessages()],
             public_limits(settings.max_body_bytes),
             MAX_CALLS,
         )

@@ -241,12 +241,15 @@ def echo(
     token_ids: Sequence[int],
     logprobs: Sequence[TokenLogprob] | None,
     token_bytes: Callable[[int], bytes],
+    *,
+    first: bool,
 ) -> inference_pb2.GenerateResponse:
-    """The prompt; its logprobs are those from the second token on, None if they are not wanted."""
+    """A piece of the prompt; logprobs, None if they are not wanted, lack the very first token's."""
     rows = []
     if logprobs is not None:
-        first = token_ids[0]
-        rows.append(inference_pb2.TokenLogprob(token_id=first, token=token_bytes(first)))
+        if first:
+            token = token_ids[0]
+            rows.append(inference_pb2.TokenLogprob(token_id=token, token=token_bytes(token)))
         rows += [_token_logprob(entry, token_bytes) for entry in logprobs]
     return inference_pb2.GenerateResponse(
         echo=inference_pb2.Echo(text=text, token_ids=token_ids, logprobs=rows)

@@ -30,6 +30,8 @@ _STATUS: tuple[tuple[type[GatewayError], grpc.StatusCode], ...] = (
     (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (RequestCancelledError, grpc.StatusCode.CANCELLED),
 )
+# Of a prompt in one message: with 20 logprobs each they stay far below what clients take.
+ECHO_TOKENS = 512
 _Context = grpc.aio.ServicerContext[Any, Any]
 # The tenant of a call, "" where there are no keys.
 Callers = Callable[[_Context], str]
@@ -83,7 +85,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 ended_well = chunk.end is not None and error_of(chunk.end) is None
                 if not echoed and (chunk.token_ids or ended_well):
                     echoed = True
-                    yield self._echo(live)
+                    for start in range(0, len(live.queued.prompt_token_ids), ECHO_TOKENS):
+                        yield self._echo(live, start)
                 if chunk.text or chunk.token_ids:
                     yield codec.delta(chunk, self._engine.token_bytes)
                 if chunk.end is not None:
@@ -94,13 +97,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             self._engine.cancel(live)
 
-    def _echo(self, live: LiveRequest) -> inference_pb2.GenerateResponse:
-        """The prompt; its logprobs have come with the first output."""
+    def _echo(self, live: LiveRequest, start: int) -> inference_pb2.GenerateResponse:
+        """A piece of the prompt; its logprobs have come with the first output."""
+        stop = start + ECHO_TOKENS
+        logprobs = None
+        if live.wants_logprobs:
+            logprobs = live.some_prompt_logprobs(start, stop)
         return codec.echo(
-            live.echo_text or "",
-            live.queued.prompt_token_ids,
-            live.prompt_logprobs if live.wants_logprobs else None,
+            live.echo_text or "" if start == 0 else "",
+            live.queued.prompt_token_ids[start:stop],
+            logprobs,
             self._engine.token_bytes,
+            first=start == 0,
         )
 
     async def Cancel(  # type: ignore[override]  # noqa: N802

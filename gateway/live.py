@@ -87,10 +87,14 @@ class LiveRequest:
     @property
     def prompt_logprobs(self) -> list[TokenLogprob]:
         """Of the prompt's tokens from the second on; empty unless they were asked for."""
+        return self.some_prompt_logprobs(1, len(self.queued.prompt_token_ids))
+
+    def some_prompt_logprobs(self, start: int, stop: int) -> list[TokenLogprob]:
+        """Of the tokens from `start` to before `stop`; the first of a prompt has none."""
         rows, prompt = self._prompt_rows, self.queued.prompt_token_ids
         if rows is None:
             return []
-        return [rows.row(i, prompt[i + 1]) for i in range(rows.num_prompt_rows)]
+        return [rows.row(i - 1, prompt[i]) for i in range(max(start, 1), min(stop, len(prompt)))]
 
     def logprobs_of(
         self, tokens: Sequence[int], rows: LogprobRows | None

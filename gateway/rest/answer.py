@@ -117,7 +117,7 @@ class Answer(Response):
                     framer = framers[index]
                     if framer is None:
                         framer = framers[index] = self._framer(index)
-                        frames = self._opening(framer, self._lives[index])
+                        frames = await self._opening(framer, self._lives[index])
                     frames += framer.delta(chunk)
                     if chunk.end is not None and ended:
                         frames += framer.ending(chunk.end.reason)
@@ -180,8 +180,11 @@ class Answer(Response):
     def _framer(self, index: int) -> Framer:
         return Framer(self._head, index, self._usage, self._writer(self._lives[index]))
 
-    def _opening(self, framer: Framer, live: LiveRequest) -> bytes:
-        return framer.opening(live.queued.prompt_token_ids, _echo(live))
+    async def _opening(self, framer: Framer, live: LiveRequest) -> bytes:
+        def write() -> bytes:
+            return framer.opening(live.queued.prompt_token_ids, _echo(live))
+
+        return await asyncio.to_thread(write) if _num_scored(live) > MANY_LOGPROBS else write()
 
     async def _whole(self, chunks: Chunks) -> Response:
         choices = [Choice(prompt_token_ids=live.queued.prompt_token_ids) for live in self._lives]
@@ -191,9 +194,8 @@ class Answer(Response):
             error = None if chunk.end is None else error_of(chunk.end)
             if error is not None:
                 return response_of(error)
-        rows = sum(len(c.logprobs) for c in choices)
-        rows += sum(len(live.queued.prompt_token_ids) for live in self._lives if _echo(live))
-        if rows > MANY_LOGPROBS:
+        num_rows = sum(len(choice.logprobs) for choice in choices)
+        if num_rows + sum(map(_num_scored, self._lives)) > MANY_LOGPROBS:
             data = await asyncio.to_thread(self._body, choices)
         else:
             data = self._body(choices)
@@ -225,6 +227,11 @@ class Answer(Response):
             self._engine.token_bytes,
             partial(self._engine.detokenizer, skip_special_tokens=skip),
         )
+
+
+def _num_scored(live: LiveRequest) -> int:
+    """Prompt tokens whose logprobs are wanted."""
+    return len(live.queued.prompt_token_ids) if live.queued.sampling.prompt_logprobs else 0
 
 
 def _echo(live: LiveRequest) -> Echo | None:

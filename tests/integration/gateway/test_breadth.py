@@ -9,6 +9,7 @@ import httpx
 import pytest
 from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
+from gateway import grpc_service
 from servicekit import grpc_server, redis_keys
 from tests.integration.gateway.conftest import MODEL, World, world_of
 from tests.integration.gateway.fakes import LENGTH, STOP
@@ -175,3 +176,60 @@ async def test_grpc(world: World) -> None:
             await bad.read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert caught.value.details() == "logprobs: must be from 0 to 20."
+
+
+async def test_a_long_prompt_comes_back_in_pieces(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each far below the size that clients take; the text is in the first."""
+    monkeypatch.setattr(grpc_service, "ECHO_TOKENS", 2)
+    async with grpc_server.channel(f"127.0.0.1:{world.gateway.ports['grpc']}") as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        ids = [70, 71, 72, 73, 74]
+        tokens = inference_pb2.TokenIds(ids=ids)
+        call = stub.Generate(
+            inference_pb2.GenerateRequest(token_ids=tokens, max_tokens=0, logprobs=0, echo=True)
+        )
+        request = await world.request()
+        await world.say(request, "a", finish=LENGTH, num_top=0, prompt_rows=4)
+        events = [event async for event in call]
+    echoes = [event.echo for event in events if event.HasField("echo")]
+    assert [list(echo.token_ids) for echo in echoes] == [[70, 71], [72, 73], [74]]
+    assert [echo.text for echo in echoes] == [world.tokenizer.decode(ids), "", ""]
+    rows = [row for echo in echoes for row in echo.logprobs]
+    assert [row.token_id for row in rows] == ids
+    assert [row.HasField("logprob") for row in rows] == [False, *[True] * 4]
+    assert not [event for event in events if event.HasField("delta")]
+    assert events[-1].finished.usage.completion_tokens == 0
+
+
+BROKEN = b"\x0a\x02\xff\xfe"  # field 1, which is a text or a message nearly everywhere
+
+
+async def answers(channel: grpc.aio.Channel, path: str, kind: str, data: bytes) -> list[bytes]:
+    """Of a method that is sent bytes as they are."""
+    call: Any = getattr(channel, kind)(path)
+    if kind == "unary_unary":
+        return [await call(data)]
+    return [answer async for answer in call(iter([data]) if kind == "stream_stream" else data)]
+
+
+async def test_bytes_that_are_no_message(world: World) -> None:
+    """Told so on every kind of method, without the exception's words."""
+    methods = {
+        "/quire.v1.InferenceService/Generate": "unary_stream",
+        "/quire.v1.InferenceService/Cancel": "unary_unary",
+        "/grpc.health.v1.Health/Check": "unary_unary",
+        "/grpc.health.v1.Health/Watch": "unary_stream",
+        "/inference.GRPCInferenceService/ModelInfer": "unary_unary",
+        "/inference.GRPCInferenceService/ModelStreamInfer": "stream_stream",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "stream_stream",
+    }
+    async with grpc_server.channel(f"127.0.0.1:{world.gateway.ports['grpc']}") as channel:
+        for path, kind in methods.items():
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answers(channel, path, kind, BROKEN)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, path
+            assert caught.value.details() == "The request is not a valid message.", path
+        check = "/grpc.health.v1.Health/Check"
+        assert await answers(channel, check, "unary_unary", b"") == [b"\x08\x01"]

@@ -102,12 +102,14 @@ def test_what_a_grpc_client_is_told() -> None:
     )
     delta = codec.delta(Chunk(text="B", token_ids=[66], logprobs=[entry]), bytes_of).delta
     assert delta == inference_pb2.Delta(text="B", token_ids=[66], logprobs=[shown])
-    echo = codec.echo("AB", [65, 66], [entry], bytes_of).echo
+    echo = codec.echo("AB", [65, 66], [entry], bytes_of, first=True).echo
     first = inference_pb2.TokenLogprob(token_id=65, token=b"A")
     assert echo == inference_pb2.Echo(text="AB", token_ids=[65, 66], logprobs=[first, shown])
     assert not first.HasField("logprob")
-    assert len(codec.echo("A", [65], [], bytes_of).echo.logprobs) == 1
-    assert len(codec.echo("AB", [65, 66], None, bytes_of).echo.logprobs) == 0
+    assert len(codec.echo("A", [65], [], bytes_of, first=True).echo.logprobs) == 1
+    assert len(codec.echo("AB", [65, 66], None, bytes_of, first=True).echo.logprobs) == 0
+    later = codec.echo("", [66], [entry], bytes_of, first=False).echo
+    assert list(later.logprobs) == [shown]
 
 
 @pytest.mark.parametrize(

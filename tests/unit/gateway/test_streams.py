@@ -87,8 +87,10 @@ async def test_a_chat_with_logprobs() -> None:
     )
 
 
-async def test_an_echo_with_logprobs() -> None:
-    """The prompt's frame comes with the first output, which brings its logprobs."""
+@pytest.mark.parametrize("many", [1, answer.MANY_LOGPROBS])
+async def test_an_echo_with_logprobs(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt's frame comes with the first output; that of a long one is written in a thread."""
+    monkeypatch.setattr(answer, "MANY_LOGPROBS", many)
     body = {"prompt": "ab", "stream": True, "logprobs": 1, "echo": True, "max_tokens": 1}
     said = {"text": "c", "num_top": 1, "prompt_len": 2, "finish": LENGTH}
     response = await ask(make_bench(), "completions", body, said)

@@ -380,7 +380,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def echo(self) -> Global___Echo:
-        """The prompt, before the first Delta, where it is wanted back."""
+        """The prompt, before the first Delta, where it is wanted back; in several messages if it is long."""
 
     def __init__(
         self,
@@ -428,7 +428,7 @@ Global___Started: _TypeAlias = Started  # noqa: Y015
 
 @_typing.final
 class Echo(_message.Message):
-    """The prompt."""
+    """A piece of the prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -436,14 +436,14 @@ class Echo(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """As it was given; the text of its tokens where it was given as tokens."""
+    """The whole prompt as it was given, or the text of its tokens; empty but in the first message."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Its tokens."""
+        """The next of its tokens."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One for each of them where logprobs are wanted; the first has no logprob."""
+        """One for each of them where logprobs are wanted; the prompt's first has no logprob."""
 
     def __init__(
         self,
