@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from tests.kernels.native import needs_native
 from tests.model_cache import real_model_dir
 from tests.parity.comparing import compare, recorded_logits, runner_of
 from tests.parity.fake_scheduler import FakeScheduler, Request
@@ -81,3 +82,34 @@ def test_thirty_prompts(record_property: Callable[[str, object], None]) -> None:
     record_property("parity", str(parity))
     assert parity.num_tokens == 30 * NEW_TOKENS
     assert parity.num_near_ties <= 5
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_the_batch(dtype: str) -> None:
+    """QUIRE_DETERMINISTIC=1: alone, and then in chunks among others, greedy and sampled."""
+    folder = real_model_dir()
+    torch.set_num_threads(2)
+    runner = runner_of(
+        folder,
+        dtype=dtype,
+        deterministic=True,
+        block_size=16,
+        num_gpu_blocks_override=260,
+        num_threads=2,
+    )
+    chosen = prompts(folder)[:21:3]
+    recordings, outputs = [], []
+    for options in ({"max_rows": 1}, {"max_rows": 12, "chunk": 50, "share_prefixes": True}):
+        requests = [Request(number, prompt, 6) for number, prompt in enumerate(chosen)]
+        for request in requests[::2]:
+            request.temperature = 0.8
+        scheduler = FakeScheduler([runner], **options)  # type: ignore[arg-type]
+        with recorded_logits() as recording:
+            scheduler.run(requests)
+        recordings.append(recording)
+        outputs.append([request.output for request in requests])
+    assert scheduler.num_mixed_steps > 0
+    assert len(recordings[0]) == 7 * 6
+    assert all(torch.equal(recordings[1][key], logits) for key, logits in recordings[0].items())
+    assert outputs[0] == outputs[1]
