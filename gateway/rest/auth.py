@@ -76,7 +76,9 @@ def caller_of(request: Request) -> Caller:
 
 def shape_of(scope: Scope) -> Shape:
     """The shape of this request's errors."""
-    shape = scope.get(_SHAPE, Shape.OPENAI)
+    # Where no route was found the path decides, on nothing but the form of the 404.
+    unrouted = Shape.OPEN_INFERENCE if scope["path"].startswith("/v2/") else Shape.OPENAI
+    shape = scope.get(_SHAPE, unrouted)
     assert isinstance(shape, Shape)
     return shape
 

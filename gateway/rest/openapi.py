@@ -74,6 +74,13 @@ _TGI: Mapping[str, Any] = {"shape": Shape.TGI, "generates": True}
 _OIP: Mapping[str, Any] = {"shape": Shape.OPEN_INFERENCE}
 _V2 = "/v2/models/{name}"
 _EVENTS = "text/event-stream"
+# Of one event: this version of OpenAPI has no word for a row of them.
+_EVENT: Mapping[str, Any] = {
+    "type": "object",
+    "description": "An event; its data is JSON, or [DONE] at the end of OpenAI's streams.",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+}
 OPERATIONS: tuple[Operation, ...] = (
     _post(
         "/v1/completions",
@@ -180,7 +187,9 @@ def document(model: ModelInfo, max_model_len: int) -> dict[str, Any]:
         [(cls, "validation") for cls in classes], ref_template=_REF + "{model}"
     )
     schemas = defined["$defs"]
-    openapi_bounds.apply(schemas, model)
+    # Answers have fields of the same names, which no client sets.
+    asked = {name: schema for name, schema in schemas.items() if not hasattr(answers, name)}
+    openapi_bounds.apply(asked, model)
     paths: dict[str, Any] = {}
     for op in OPERATIONS:
         paths.setdefault(op.path, {})[op.method] = _operation(op, model)
@@ -241,14 +250,14 @@ def _responses(op: Operation) -> dict[str, Any]:
 
 def _content(op: Operation) -> dict[str, Any]:
     if isinstance(op.answer, str):
-        kind = "object" if op.answer == "application/json" else "string"
-        return {op.answer: {"schema": {"type": kind}}}
+        texts = {"application/json": {"type": "object"}, _EVENTS: _EVENT}
+        return {op.answer: {"schema": texts.get(op.answer, {"type": "string"})}}
     schema: dict[str, Any] = _ref(op.answer)
     if op.as_list:
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
-    content = {"application/json": {"schema": schema}}
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
     if op.streams:
-        content[_EVENTS] = {"schema": {"type": "string"}}
+        content[_EVENTS] = {"schema": _EVENT}
     return content
 
 

@@ -79,6 +79,10 @@ def of_bodies(model: ModelInfo) -> dict[str, dict[str, Bounds]]:
         },
         "TgiParameters": {"seed": {"integer": {"minimum": -_INT64, "maximum": 2 * _INT64 - 1}}},
         "TextPart": {"type": {"string": {"enum": ["text"]}}},
+        "TgiBody": {"inputs": {"string": {"minLength": 1}}},
+        "GenerateBody": {"text_input": {"string": {"minLength": 1}}},
+        "InferBody": {"inputs": {"array": {"minItems": 1}}},
+        "RequestedOutput": {"name": {"string": {"enum": [open_inference.OUTPUT]}}},
     }
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.core.detokenizer import Detokenizer
 from gateway.core.errors import GatewayError
 from gateway.core.output import Chunk
 from gateway.core.types import FinishReason
@@ -106,8 +107,15 @@ class TgiBody(BaseModel):
 class TgiFramer:
     """Chunks of one answer to TGI's events, or to its whole body."""
 
-    def __init__(self, body: TgiBody, live: LiveRequest, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        body: TgiBody,
+        live: LiveRequest,
+        eos_token_ids: tuple[int, ...],
+        detokenizer: Detokenizer,
+    ) -> None:
         self._live = live
+        self._detokenizer = detokenizer
         self._details = bool(body.given.details)
         self._eos = frozenset(eos_token_ids)
         self._pieces = [body.inputs] if body.given.return_full_text else []
@@ -115,12 +123,13 @@ class TgiFramer:
         self._last_id = 0
 
     def events(self, chunk: Chunk) -> bytes:
-        """A frame for each token; text that several tokens gave stands with the last of them."""
+        """A frame for each token."""
         tokens = self._tokens(chunk)
         self._pieces.append(chunk.text)
         if not tokens and (chunk.end is not None or chunk.text):
             # Text that was held back, or an end that came on its own.
-            tokens = [{"id": self._last_id, "text": chunk.text, "logprob": 0.0, "special": True}]
+            special = not chunk.text
+            tokens = [{"id": self._last_id, "text": chunk.text, "logprob": 0.0, "special": special}]
             self._index += 1
         frames = []
         first = self._index - len(tokens) + 1
@@ -148,18 +157,25 @@ class TgiFramer:
         return answer
 
     def _tokens(self, chunk: Chunk) -> list[dict[str, Any]]:
-        ids, logprobs = chunk.token_ids, chunk.logprobs
-        self._index += len(ids)
-        self._last_id = ids[-1] if ids else self._last_id
-        return [
-            {
-                "id": token,
-                "text": chunk.text if i == len(ids) - 1 else "",
-                "logprob": logprobs[i].logprob if logprobs else 0.0,
-                "special": token in self._eos,
-            }
-            for i, token in enumerate(ids)
-        ]
+        """Each with its part of the chunk's text: clients pass over that of special tokens."""
+        tokens: list[dict[str, Any]] = []
+        left, bearer = chunk.text, 0
+        for i, token in enumerate(chunk.token_ids):
+            size = len(self._detokenizer.push(token))
+            logprob = chunk.logprobs[i].logprob if chunk.logprobs else 0.0
+            special = token in self._eos
+            tokens.append(
+                {"id": token, "text": left[:size], "logprob": logprob, "special": special}
+            )
+            left = left[size:]
+            bearer = bearer if special else i
+        if tokens and left:
+            # The end of a character that never came, or what the model's decoder adds at the end.
+            tokens[bearer]["text"] += left
+            tokens[bearer]["special"] = False
+        self._index += len(tokens)
+        self._last_id = chunk.token_ids[-1] if tokens else self._last_id
+        return tokens
 
     def _summary(self, chunk: Chunk) -> dict[str, Any]:
         assert chunk.end is not None
@@ -215,7 +231,8 @@ class TgiRoutes:
         caller = caller_of(request)
         raw = body.to_raw(stream=stream, tenant=caller.tenant, client_id=caller.client_id)
         live = await self._engine.submit(replace(raw, traceparent=caller.traceparent))
-        framer = TgiFramer(body, live, self._engine.model.eos_token_ids)
+        eos = self._engine.model.eos_token_ids
+        framer = TgiFramer(body, live, eos, self._engine.detokenizer())
         if stream:
             return EventAnswer(
                 self._engine,

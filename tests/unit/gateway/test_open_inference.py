@@ -86,6 +86,16 @@ async def test_health_and_metadata_over_rest() -> None:
         assert set(missing.json()) == {"error"}
 
 
+@pytest.mark.parametrize("path", ["nothing", "models/tiny/nothing", "models/%0a/ready"])
+async def test_what_is_not_there_is_said_in_the_protocol_s_shape(path: str) -> None:
+    """Also where no route was found."""
+    async with client_of(make_bench(), None) as client:
+        response = await client.get(f"{URL}/{path}")
+    assert response.status_code == 404
+    assert set(response.json()) == {"error"}
+    assert isinstance(response.json()["error"], str)
+
+
 async def test_health_and_metadata_over_grpc() -> None:
     """The same."""
     bench = make_bench()

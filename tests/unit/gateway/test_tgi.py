@@ -50,9 +50,9 @@ async def test_details_and_the_full_text() -> None:
             "seed": 7,
             "prefill": [],
             "tokens": [
-                {"id": ord("o"), "text": "", "logprob": -0.5, "special": False},
-                {"id": ord("k"), "text": "", "logprob": -0.5, "special": False},
-                {"id": 3, "text": "ok", "logprob": -0.5, "special": True},
+                {"id": ord("o"), "text": "o", "logprob": -0.5, "special": False},
+                {"id": ord("k"), "text": "k", "logprob": -0.5, "special": False},
+                {"id": 3, "text": "", "logprob": -0.5, "special": True},
             ],
         },
     }
@@ -64,14 +64,25 @@ async def test_a_stream_has_an_event_for_each_token() -> None:
     body = {"inputs": "hi", "parameters": {"details": True, "max_new_tokens": 2, "seed": 1}}
     response = await ask(bench, "/generate_stream", body, "ab", reason=LENGTH)
     assert response.text == (
-        'data:{"index":1,"token":{"id":97,"text":"","logprob":-0.5,"special":false},'
+        'data:{"index":1,"token":{"id":97,"text":"a","logprob":-0.5,"special":false},'
         '"generated_text":null,"details":null}\n\n'
-        'data:{"index":2,"token":{"id":98,"text":"ab","logprob":-0.5,"special":false},'
+        'data:{"index":2,"token":{"id":98,"text":"b","logprob":-0.5,"special":false},'
         '"generated_text":"ab","details":{"finish_reason":"length","generated_tokens":2,'
         '"input_length":2,"seed":1}}\n\n'
     )
     plain = await ask(make_bench(), "/generate_stream", {"inputs": "hi"}, "ab", reason=LENGTH)
     assert [e["details"] for e in events(plain)] == [None, None]
+
+
+async def test_texts_of_tokens_that_are_not_special_are_the_text() -> None:
+    """That is how TGI's clients put it together, and how its own documents do."""
+    for text in ("hello\3", "hello", "\3", "h\3", "helloé!"):
+        response = await ask(
+            make_bench(), "/generate_stream", {"inputs": "hi"}, text, reason=LENGTH
+        )
+        found = events(response)
+        shown = "".join(e["token"]["text"] for e in found if not e["token"]["special"])
+        assert shown == found[-1]["generated_text"] == text.rstrip("\3")
 
 
 async def test_a_stop_string_ends_the_text_and_is_part_of_it() -> None:
