@@ -126,6 +126,7 @@ class Engine:
                 "accepted",
                 request_id=live.public_id,
                 client_request_id=raw.client_request_id[:128],
+                tenant=raw.tenant,
                 user=raw.user or "",
                 prompt_tokens=len(live.queued.prompt_token_ids),
                 max_tokens=live.queued.sampling.max_tokens,
