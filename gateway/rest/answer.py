@@ -8,7 +8,7 @@ While requests run a watcher waits for the client to leave.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from starlette.responses import Response
@@ -60,7 +60,6 @@ class Answer(Response):
         self._head = head
         self._stream = stream
         self._request_id = client_id or lives[0].public_id
-        self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers."""
@@ -103,33 +102,37 @@ class Answer(Response):
             (b"x-request-id", self._request_id.encode()),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        self._sent_s = asyncio.get_running_loop().time()
-        async with self._keeping_alive(send) as quiet:
-            framers: list[Framer | None] = [None] * len(self._lives)
-            last = False
-            while not last:
-                index, chunk = first or await chunks.next()
-                first, frames = None, b""
-                error = None if chunk.end is None else error_of(chunk.end)
-                last = chunks.num_left == 0 or error is not None
-                ended = chunk.end is not None and error is None
-                if chunk.text or chunk.token_ids or ended:
-                    framer = framers[index]
-                    if framer is None:
-                        framer = framers[index] = self._framer(index)
-                        frames = await self._opening(framer, self._lives[index])
-                    frames += framer.delta(chunk)
-                    if chunk.end is not None and ended:
-                        frames += framer.ending(chunk.end.reason)
-                if error is not None:
-                    frames += failing(error)
-                elif last:
-                    frames += closing(self._head, self._usage())
-                if last:
-                    # Nothing may follow the last frame.
-                    await quiet()
-                if frames:
-                    await self._write(send, frames, more=not last)
+        async with asyncio.timeout(None) as limit:
+            async with _Pulse(send, limit) as pulse:
+                await self._send_frames(chunks, first, pulse)
+
+    async def _send_frames(
+        self, chunks: Chunks, first: tuple[int, Chunk] | None, pulse: "_Pulse"
+    ) -> None:
+        framers: list[Framer | None] = [None] * len(self._lives)
+        last = False
+        while not last:
+            index, chunk = first or await chunks.next()
+            first, frames = None, b""
+            error = None if chunk.end is None else error_of(chunk.end)
+            last = chunks.num_left == 0 or error is not None
+            ended = chunk.end is not None and error is None
+            if chunk.text or chunk.token_ids or ended:
+                framer = framers[index]
+                if framer is None:
+                    framer = framers[index] = self._framer(index)
+                    frames = await self._opening(framer, self._lives[index])
+                frames += framer.delta(chunk)
+                if chunk.end is not None and ended:
+                    frames += framer.ending(chunk.end.reason)
+            if error is not None:
+                frames += failing(error)
+            elif last:
+                frames += closing(self._head, self._usage())
+            if last:
+                await pulse.finish(frames)
+            elif frames:
+                await pulse.send(frames)
 
     async def _first(self, chunks: Chunks) -> tuple[int, Chunk] | None:
         """The first output, None if there is none in time. Raises GatewayError."""
@@ -146,36 +149,6 @@ class Answer(Response):
             if error is not None:
                 raise error
         return index, chunk
-
-    @contextlib.asynccontextmanager
-    async def _keeping_alive(self, send: Send) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Sends comments in silence, until what it gives is called."""
-        loop = asyncio.get_running_loop()
-
-        async def beat() -> None:
-            while True:
-                silent_s = loop.time() - self._sent_s
-                if silent_s >= KEEP_ALIVE_S:
-                    await self._write(send, KEEP_ALIVE, more=True)
-                else:
-                    await asyncio.sleep(KEEP_ALIVE_S - silent_s)
-
-        beating = loop.create_task(beat())
-
-        async def quiet() -> None:
-            beating.cancel()
-            with contextlib.suppress(asyncio.CancelledError, TimeoutError, OSError):
-                await beating
-
-        try:
-            yield quiet
-        finally:
-            await quiet()
-
-    async def _write(self, send: Send, frames: bytes, *, more: bool) -> None:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await send({"type": "http.response.body", "body": frames, "more_body": more})
-        self._sent_s = asyncio.get_running_loop().time()
 
     def _framer(self, index: int) -> Framer:
         return Framer(self._head, index, self._usage, self._writer(self._lives[index]))
@@ -227,6 +200,67 @@ class Answer(Response):
             self._engine.token_bytes,
             partial(self._engine.detokenizer, skip_special_tokens=skip),
         )
+
+
+class _Pulse:
+    """Sends frames, and comments when nothing was sent for KEEP_ALIVE_S.
+
+    A frame that a client does not take within SEND_TIMEOUT_S ends `limit`. One task watches a whole
+    stream, so that a frame costs no timer of its own.
+    """
+
+    def __init__(self, send: Send, limit: asyncio.Timeout) -> None:
+        self._send = send
+        self._limit = limit
+        self._time = asyncio.get_running_loop().time
+        self._sent_s = self._time()
+        self._sending_since_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "_Pulse":
+        self._task = asyncio.get_running_loop().create_task(self._beat())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop()
+
+    async def send(self, frames: bytes) -> None:
+        """A piece of the body."""
+        self._sending_since_s = self._time()
+        await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+        self._sending_since_s = 0.0
+        self._sent_s = self._time()
+
+    async def finish(self, frames: bytes) -> None:
+        """The last piece; nothing may follow it, and so no comment."""
+        await self._stop()
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await self._send({"type": "http.response.body", "body": frames, "more_body": False})
+
+    async def _stop(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, OSError):
+            await self._task
+
+    async def _beat(self) -> None:
+        while True:
+            now_s = self._time()
+            if self._sending_since_s:
+                wait_s = self._sending_since_s + SEND_TIMEOUT_S - now_s
+                if wait_s <= 0:
+                    break
+            else:
+                wait_s = self._sent_s + KEEP_ALIVE_S - now_s
+                if wait_s <= 0:
+                    try:
+                        async with asyncio.timeout(SEND_TIMEOUT_S):
+                            await self.send(KEEP_ALIVE)
+                    except TimeoutError:
+                        break
+                    continue
+            await asyncio.sleep(wait_s)
+        self._limit.reschedule(self._time())
 
 
 def _num_scored(live: LiveRequest) -> int:

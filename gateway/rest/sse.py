@@ -74,6 +74,7 @@ class Framer:
         self._before_text = self._choice + open_
         self._close = close
         self._after_text = f'{close},"logprobs":null,"finish_reason":'
+        self._plain = writer is None and not (head.return_token_ids or head.continuous_usage)
         self._end = f"}}]{_USAGE_NULL if head.include_usage else ''}}}\n\n"
 
     def opening(self, prompt_token_ids: Sequence[int], echo: Echo | None = None) -> bytes:
@@ -94,16 +95,17 @@ class Framer:
 
     def delta(self, chunk: Chunk) -> bytes:
         """A frame of text; nothing where there is none to show."""
+        if self._plain:
+            if not chunk.text:
+                return b""
+            text = encode_basestring(chunk.text)
+            return f"{self._before_text}{text}{self._after_text}null{self._end}".encode()
+        logprobs = None
         if self._writer is not None and chunk.logprobs:
-            return self._frame(
-                chunk.text, self._writer.output(chunk.logprobs), "null", self._ids(chunk)
-            )
-        if not chunk.text and not (self._head.return_token_ids and chunk.token_ids):
+            logprobs = self._writer.output(chunk.logprobs)
+        elif not chunk.text and not (self._head.return_token_ids and chunk.token_ids):
             return b""
-        if self._head.return_token_ids or self._head.continuous_usage:
-            return self._frame(chunk.text, None, "null", self._ids(chunk))
-        text = encode_basestring(chunk.text)
-        return f"{self._before_text}{text}{self._after_text}null{self._end}".encode()
+        return self._frame(chunk.text, logprobs, "null", self._ids(chunk))
 
     def ending(self, reason: FinishReason) -> bytes:
         """The frame with the finish reason."""

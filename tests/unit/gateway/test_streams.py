@@ -375,6 +375,27 @@ async def test_a_client_that_does_not_read() -> None:
     assert "tokens were waiting" in wire.text
 
 
+@pytest.mark.parametrize("what", ["frame", "last frame", "comment"])
+async def test_a_client_that_takes_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is given up, whatever it is that it does not take."""
+    monkeypatch.setattr(answer, "SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(answer, "KEEP_ALIVE_S", 0.05 if what == "comment" else 0.5)
+    bench = make_bench()
+    wire = Wire(bench, {"prompt": "x", "stream": True, "max_tokens": 99})
+    request = await bench.queue.arrivals.get()
+    bench.say(request.request_id, "a")
+    await settle()
+    wire.gate.clear()
+    if what != "comment":
+        last = STOP if what == "last frame" else FinishReason.UNSPECIFIED
+        bench.say(request.request_id, "b", at=1, finish=last)
+    async with asyncio.timeout(5):
+        await wire.task
+    assert "DONE" not in wire.text
+    assert bench.engine.num_live == 0
+    assert set(bench.link.cancelled) == (set() if what == "last frame" else {request.request_id})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("output", [False, True])
 async def test_a_client_that_leaves(stream: bool, output: bool) -> None:
