@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from redis.asyncio import Redis
 
-from scheduler_svc import codec, settings
+from scheduler_svc import admin_codec, settings
 from scheduler_svc.adapters.clock import MonotonicClock
 from scheduler_svc.adapters.lease import LeaderLease
 from scheduler_svc.adapters.redis_access import FAILURES, DeposedError, RedisHealth, RedisSide
@@ -49,7 +49,7 @@ class SchedulerApp:
         self._ops = ops.OpsServer(registry, self.is_ready)
         self._server = grpc_server.Server(
             lambda server: scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
-                SchedulerServicer(self._snapshot), server
+                SchedulerServicer(self._snapshot, self._core), server
             ),
             [SERVICE_NAME],
         )
@@ -153,9 +153,12 @@ class SchedulerApp:
             num_events_queued=len(term.queue),
         )
 
+    def _core(self) -> Core | None:
+        return self._term.core if self._term else None
+
     def _snapshot(self) -> scheduler_pb2.SnapshotResponse:
         term = self._term
-        return codec.encode_snapshot(
+        return admin_codec.encode_snapshot(
             leader=term is not None,
             view=term.core.view() if term else None,
             stats=term.core.stats if term else None,

@@ -1,4 +1,6 @@
-"""Generated messages <-> the scheduler's dataclasses. The only module that knows both.
+"""Generated messages <-> the scheduler's dataclasses, for the queue and the workers' sessions.
+
+With admin_codec, which answers administrators, the only module that knows both.
 
 Everything from outside is checked here: what leaves this module is safe to feed to the core.
 """
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from google.protobuf.message import DecodeError
-from quire.v1 import common_pb2, queue_pb2, scheduler_pb2, worker_pb2
+from quire.v1 import common_pb2, queue_pb2, worker_pb2
 
 from scheduler_svc.core import ready
 from scheduler_svc.core.events import RequestArrived
@@ -464,36 +466,3 @@ def _raise_attempt(attempts: dict[RequestId, int], request_id: bytes, attempt: i
 
 def _request_ids(ids: Iterable[bytes]) -> tuple[RequestId, ...]:
     return tuple(RequestId(i) for i in ids if len(i) == 16)
-
-
-# Administration
-
-
-def encode_snapshot(
-    *,
-    leader: bool,
-    view: ready.CoreView | None,
-    stats: ready.CoreStats | None,
-    addresses: Mapping[WorkerId, str],
-) -> scheduler_pb2.SnapshotResponse:
-    """The answer of SchedulerService.Snapshot."""
-    response = scheduler_pb2.SnapshotResponse(leader=leader)
-    if view is None or stats is None:
-        return response
-    response.epoch = view.epoch
-    response.num_requests_waiting = view.num_waiting
-    response.num_requests_running = view.num_running
-    response.num_preemptions = stats.num_preemptions
-    response.num_recovered = stats.num_recovered
-    for worker in view.workers:
-        response.workers.add(
-            worker_id=worker.worker_id,
-            address=addresses.get(worker.worker_id, ""),
-            num_requests_running=worker.num_running,
-            num_blocks_used=worker.num_blocks_used,
-            num_blocks=worker.num_blocks,
-            num_steps_in_flight=worker.num_steps_in_flight,
-            last_step=worker.last_step,
-            draining=worker.draining,
-        )
-    return response

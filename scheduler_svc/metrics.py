@@ -65,6 +65,19 @@ class SchedulerMetrics:
         self._worker_idle = histogram(
             "quire:worker_idle_seconds", "A worker's wait for its next plan.", STEP_BUCKETS_S
         )
+        self._model_name = model_name
+        self._waited = Counter(
+            "quire:request_wait_seconds",
+            "Waiting of requests that have ended, by what they waited for.",
+            ["model_name", "reason"],
+            registry=registry,
+        )
+        self._preempted = counter(
+            "quire:preempted_seconds", "From preemptions to the next token, of ended requests."
+        )
+        self._set_back = counter(
+            "quire:set_back_seconds", "From lost work to the next token, of ended requests."
+        )
         self._lost = counter("quire:worker_lost", "Workers declared lost.")
         self._stale = counter("quire:stale_results", "Results of an older life, dropped.")
         self._mismatches = counter("quire:digest_mismatches", "Plans refused for their digest.")
@@ -80,6 +93,10 @@ class SchedulerMetrics:
 
     def _finished(self, finish: Finish) -> None:
         self._preemptions.observe(finish.num_preemptions)
+        for wait, duration_ns in finish.account.waited:
+            self._waited.labels(self._model_name, wait.name.lower()).inc(duration_ns / 1e9)
+        self._preempted.inc(finish.account.preempted_ns / 1e9)
+        self._set_back.inc(finish.account.set_back_ns / 1e9)
         if finish.first_scheduled_ns is None:
             return
         self._queue_time.observe((finish.first_scheduled_ns - finish.arrived_ns) / 1e9)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler_svc.core.events import Event
-from scheduler_svc.core.ready import CoreStats, CoreView, Ready, StepPlan
+from scheduler_svc.core.ready import CoreStats, CoreView, Explanation, Ready, StepPlan
 from scheduler_svc.core.types import (
     CostProfile,
     FaultScope,
@@ -42,6 +42,9 @@ class Core(Protocol):
 
     def view(self) -> CoreView:
         """State between two events."""
+
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        """A request's account; None if it is not known any more."""
 
 
 class EventSink(Protocol):

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler_svc.core import planner, policy
+from scheduler_svc.core.account import Overtakes, Wait
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.lifecycle import Move
 from scheduler_svc.core.planner import Placement, StepBudget
@@ -70,6 +71,7 @@ class Admission:
         self._tenants = tenants
         self._is_fair = config.scheduling_policy == "fair"
         self._workers = workers
+        self._overtakes = Overtakes()
         self._stranded_check_at_ns = 0
         # Whether stranded_since_ns may be set in a waiting request.
         self._some_stranded = False
@@ -120,15 +122,21 @@ class Admission:
         if worker not in workers:
             return
         fill.num_seen += 1
+        reason = Wait.TURN
         placement = planner.find_placement(request, workers, self._config, self._sharing.match)
         if placement is None:
             fill.passed.append(request)
+            reason = Wait.BLOCKS
         elif placement.worker is worker:
             if not last_chance and self._is_too_late(request, placement, fill.now_ns):
                 fill.late.append(request)
-            elif not self._is_held_back(request, placement):
+            elif self._is_held_back(request, placement):
+                reason = Wait.HELD_BACK
+            else:
                 if self._is_fair:
                     self._tenants.raise_floor(min(fill.least, request.tenant.counter))
+                    if self._waiting.num_lanes > 1:
+                        self._overtakes.note(request.sequence, fill.now_ns)
                 self._admit(request, placement, fill.now_ns)
                 fill.budget.take(request)
                 fill.admitted.append(request)
@@ -136,6 +144,11 @@ class Admission:
                     skipped.num_skips += 1
                 return
         fill.least = min(fill.least, request.tenant.counter)
+        request.waits.turn_to(reason, fill.now_ns, self.overtaken_ns(request))
+
+    def overtaken_ns(self, request: Request) -> int | None:
+        """When, with `fair`, a later one was first admitted."""
+        return self._overtakes.since_ns(request.sequence) if self._is_fair else None
 
     def _is_too_late(self, request: Request, placement: Placement, now_ns: int) -> bool:
         worker = placement.worker
@@ -190,6 +203,7 @@ class Admission:
         request.num_computed_tokens = request.num_confirmed_tokens = num_cached
         request.num_published = len(placement.cached)
         request.stranded_since_ns = None
+        request.waits.turn_to(None, now_ns, self.overtaken_ns(request))
         generation = worker.occupy(request, placement.cached + fresh)
         self._sharing.announce(request, worker)
         emit_from = _begin_emission(request, worker)
@@ -202,6 +216,7 @@ class Admission:
             self._stats.prefix_queries += request.prompt_len
             self._stats.prefix_hits += request.num_cached_tokens
             self._stats.prefix_stops[placement.stop] += 1
+            request.prefix_stop = placement.stop
         request.move(Move.ADMIT)
         worker.announce(
             Admit(
@@ -237,9 +252,12 @@ class Admission:
         stranded: list[Request] = []
         for request in self._waiting:
             if request.max_total_tokens <= longest.get(request.gateway_id, 0):
+                if request.stranded_since_ns is not None:
+                    request.waits.turn_to(Wait.TURN, now_ns)
                 request.stranded_since_ns = None
             elif request.stranded_since_ns is None:
                 request.stranded_since_ns = now_ns
+                request.waits.turn_to(Wait.WORKER, now_ns)
             elif (
                 request.num_output_tokens == 0
                 and now_ns - request.stranded_since_ns >= self._config.worker_wait_ns
@@ -267,6 +285,7 @@ def _begin_emission(request: Request, worker: WorkerState) -> int:
     request.emit_from = request.emission_start(worker.session)
     if request.emitted_by not in (None, worker.session):
         request.attempt += 1
+        request.num_moves += 1
     request.emitted_by = worker.session
     request.num_known_at_admission = len(request.token_ids)
     return request.emit_from

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.account import Account
+from scheduler_svc.core.lifecycle import RequestState
 from scheduler_svc.core.types import (
     BlockId,
     FinishReason,
@@ -77,6 +79,7 @@ class Finish:
     first_scheduled_ns: int | None
     first_token_ns: int | None
     finished_ns: int
+    account: Account
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +136,30 @@ class WorkerView:
     num_steps_in_flight: int
     last_step: int
     draining: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A request, held or ended lately: where it stands and where its time went.
+
+    `place` is how many requests of its queue are before it while it waits. `finish` is its end;
+    the worker is the one it runs on.
+    """
+
+    request_id: RequestId
+    state: RequestState
+    attempt: int
+    worker_id: WorkerId | None = None
+    place: int | None = None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int = 0
+    num_cached_tokens: int
+    num_preemptions: int
+    arrived_ns: int
+    now_ns: int
+    account: Account
+    finish: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.account import Account, WaitBook
 from scheduler_svc.core.lifecycle import Move, RequestState, after
 from scheduler_svc.core.tenants import Tenant
 from scheduler_svc.core.types import (
     NO_SLOT,
     BlockHash,
     BlockId,
+    PrefixStop,
     RequestId,
     SamplingSpec,
     Slot,
@@ -73,10 +75,23 @@ class Request:
     num_losses: int = 0
     tokens_at_loss: int = -1
     stranded_since_ns: int | None = None
+    waits: WaitBook = field(default_factory=WaitBook)
+    prefix_stop: PrefixStop | None = None
+    # Since when it has no token because it lost its blocks, and whether by a preemption.
+    set_back_since_ns: int | None = None
+    was_preempted: bool = False
+    preempted_ns: int = 0
+    set_back_ns: int = 0
+    num_moves: int = 0
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     # Its known tokens have been charged to the tenant.
     is_charged: bool = False
+
+    @property
+    def sequence(self) -> int:
+        """The how many'th arrival it was."""
+        return self.rank[1]
 
     @property
     def num_output_tokens(self) -> int:
@@ -119,6 +134,47 @@ class Request:
     def move(self, move: Move) -> None:
         """Changes the state by the table."""
         self.state = after(self.state, move)
+
+    def take_over(self, old: "Request") -> None:
+        """This one supersedes `old`: it keeps its place in the order and its account."""
+        self.rank, self.arrived_ns = old.rank, old.arrived_ns
+        self.attempt = max(self.attempt, old.attempt + 1)
+        self.is_charged = old.is_charged
+        self.waits, self.num_skips = old.waits, old.num_skips
+        self.num_preemptions, self.num_moves = old.num_preemptions, old.num_moves
+        self.preempted_ns, self.set_back_ns = old.preempted_ns, old.set_back_ns
+
+    def set_back(self, now_ns: int, *, preempted: bool) -> None:
+        """It has lost its blocks. What comes on top before its next token is the same set-back."""
+        if self.set_back_since_ns is None:
+            self.set_back_since_ns = now_ns
+            self.was_preempted = preempted
+
+    def end_set_back(self, now_ns: int) -> None:
+        """It has its next token, or has ended."""
+        if self.set_back_since_ns is None:
+            return
+        duration_ns = now_ns - self.set_back_since_ns
+        if self.was_preempted:
+            self.preempted_ns += duration_ns
+        else:
+            self.set_back_ns += duration_ns
+        self.set_back_since_ns = None
+
+    def account(self, now_ns: int, overtaken_ns: int | None) -> Account:
+        """Its account up to now; what is open is booked."""
+        if self.set_back_since_ns is not None:
+            since_ns, preempted = now_ns, self.was_preempted
+            self.end_set_back(now_ns)
+            self.set_back(since_ns, preempted=preempted)
+        return Account(
+            waited=self.waits.until(now_ns, overtaken_ns),
+            preempted_ns=self.preempted_ns,
+            set_back_ns=self.set_back_ns,
+            num_moves=self.num_moves,
+            num_skips=self.num_skips,
+            prefix_stop=self.prefix_stop,
+        )
 
     def forget_work(self) -> None:
         """Back to what is known for certain: nothing computed, only confirmed tokens."""

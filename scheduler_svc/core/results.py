@@ -69,6 +69,9 @@ class ResultBook:
                     request.tenant.charge(1)
                 if request.first_token_ns is None:
                     request.first_token_ns = now_ns
+                # A token that was on its way when it lost its blocks does not end a set-back.
+                if request.set_back_since_ns is not None and request.state is RequestState.RUNNING:
+                    request.end_set_back(now_ns)
             reason = finished.get(slot)
             is_whole = token_id is not None if samples else reason is None and chunks_are_whole
             if request.state is RequestState.RUNNING and is_whole:

@@ -9,7 +9,8 @@ Owns every request from arrival to its one end, and the state of every worker. R
 
 from typing import assert_never
 
-from scheduler_svc.core import planner, policy
+from scheduler_svc.core import explain, planner, policy
+from scheduler_svc.core.account import Account, Wait
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.attempts import AttemptMemory
 from scheduler_svc.core.config import CoreConfig
@@ -28,9 +29,10 @@ from scheduler_svc.core.events import (
     WorkerLost,
     WorkerSubscribed,
 )
+from scheduler_svc.core.explain import EndedRequests
 from scheduler_svc.core.lifecycle import Move, RequestState
 from scheduler_svc.core.planner import StepBudget
-from scheduler_svc.core.ready import CoreStats, CoreView, Finish, Ready, StepPlan
+from scheduler_svc.core.ready import CoreStats, CoreView, Explanation, Finish, Ready, StepPlan
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.results import ResultBook
 from scheduler_svc.core.sharing import PrefixSharing
@@ -62,6 +64,7 @@ class SchedulerCore:
         self._attempts = AttemptMemory()
         self._deadlines = Deadlines()
         self._finishes: list[Finish] = []
+        self._ended = EndedRequests()
         self._discards: list[str] = []
         self._given_up: list[WorkerId] = []
         self._sharing = PrefixSharing(
@@ -159,6 +162,22 @@ class SchedulerCore:
             workers=tuple(worker.view() for worker in self._workers.values()),
         )
 
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        """Where a request stands and where its time went; None if it is not known any more."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return self._ended.explain(request_id)
+        waits = request.state is RequestState.WAITING
+        return explain.held(
+            request,
+            place=self._waiting.place(request) if waits else None,
+            now_ns=self._now_ns,
+            account=self._account(request),
+        )
+
+    def _account(self, request: Request) -> Account:
+        return request.account(self._now_ns, self._admission.overtaken_ns(request))
+
     # Arrival and end of requests
 
     def _arrived(self, event: RequestArrived) -> None:
@@ -174,12 +193,10 @@ class SchedulerCore:
         if known is not None:
             # The gateway has deleted the old entry; the request keeps its place in the order.
             self.stats.num_superseded += 1
-            request.rank, request.arrived_ns = known.rank, known.arrived_ns
-            request.attempt = max(request.attempt, known.attempt + 1)
-            request.is_charged = known.is_charged
+            request.take_over(known)
             self._drop(known)
         self._requests[request.request_id] = request
-        self._waiting.add(request)
+        self._wait(request)
         self._deadlines.add(request)
         if request.prompt_len == 0:
             self._finish(
@@ -267,8 +284,10 @@ class SchedulerCore:
                 first_scheduled_ns=request.first_scheduled_ns,
                 first_token_ns=request.first_token_ns,
                 finished_ns=self._now_ns,
+                account=self._account(request),
             )
         )
+        self._ended.note(self._finishes[-1])
 
     def _drop(self, request: Request) -> None:
         """Takes a request out of everything. Its rows in flight find it FINISHED."""
@@ -339,9 +358,10 @@ class SchedulerCore:
         self._last_steps[worker_id] = worker.last_step
         self._void_in_flight(worker)
         for request in list(worker.running.values()):
+            request.set_back(self._now_ns, preempted=False)
             request.forget_work()
             request.move(Move.YIELD)
-            self._waiting.add(request)
+            self._wait(request)
             self.stats.num_recovered += 1
             self._count_loss(request)
 
@@ -358,7 +378,7 @@ class SchedulerCore:
         if request.state is RequestState.RETURNING and request.num_in_flight == 0:
             request.forget_work()
             request.move(Move.RETURN)
-            self._waiting.add(request)
+            self._wait(request)
 
     def _count_loss(self, request: Request) -> None:
         """Bounds how often one request may lose its worker: it may be what kills them."""
@@ -419,17 +439,23 @@ class SchedulerCore:
     def _preempt(self, worker: WorkerState, request: Request) -> None:
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
-        self._yield(worker, request)
+        self._yield(worker, request, preempted=True)
 
-    def _yield(self, worker: WorkerState, request: Request) -> None:
+    def _yield(self, worker: WorkerState, request: Request, *, preempted: bool = False) -> None:
         """Takes a running request off its worker; it waits at the place of its rank."""
         worker.vacate(request)
+        request.set_back(self._now_ns, preempted=preempted)
         request.forget_work()
         if request.num_in_flight > 0:
             request.move(Move.YIELD_IN_FLIGHT)
+            request.waits.turn_to(Wait.RETURNING, self._now_ns)
         else:
             request.move(Move.YIELD)
-            self._waiting.add(request)
+            self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        self._waiting.add(request)
+        request.waits.turn_to(Wait.TURN, self._now_ns)
 
     def _end_stranded(self) -> None:
         for request in self._admission.find_stranded(self._now_ns):

@@ -36,6 +36,15 @@ class WaitingQueue:
     def __contains__(self, request: Request) -> bool:
         return self._requests.get(request.rank) is request
 
+    @property
+    def num_lanes(self) -> int:
+        """With `fair` the tenants that wait."""
+        return len(self._lanes)
+
+    def place(self, request: Request) -> int:
+        """How many requests of its lane are before it."""
+        return bisect_left(self._lane_of(request), request.rank)
+
     def in_turn(self) -> Iterator[Request]:
         """In the order in which requests are to be admitted.
 
@@ -57,6 +66,12 @@ class WaitingQueue:
             else:
                 heappop(turns)
 
+    def _key(self, request: Request) -> Tenant | None:
+        return None if self._tenants is None else request.tenant
+
+    def _lane_of(self, request: Request) -> list[Rank]:
+        return self._lanes[self._key(request)]
+
     def _by_tenant(self) -> Iterator[tuple[Tenant, list[Rank]]]:
         for tenant, lane in self._lanes.items():
             assert tenant is not None
@@ -70,10 +85,9 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Puts a request at the place of its rank."""
         assert request.rank not in self._requests, "a request waits twice"
-        key = None if self._tenants is None else request.tenant
-        lane = self._lanes.get(key)
+        lane = self._lanes.get(self._key(request))
         if lane is None:
-            lane = self._lanes[key] = []
+            lane = self._lanes[self._key(request)] = []
             if self._tenants is not None:
                 self._tenants.lift(request.tenant)
         insort(lane, request.rank)
@@ -86,11 +100,10 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Takes a request out."""
         assert self._requests.pop(request.rank) is request
-        key = None if self._tenants is None else request.tenant
-        lane = self._lanes[key]
+        lane = self._lane_of(request)
         del lane[bisect_left(lane, request.rank)]
         if not lane:
-            del self._lanes[key]
+            del self._lanes[self._key(request)]
         num_left = self._num_by_gateway.pop(request.gateway_id) - 1
         if num_left:
             self._num_by_gateway[request.gateway_id] = num_left

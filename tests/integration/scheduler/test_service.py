@@ -5,6 +5,7 @@ import contextlib
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 
+import grpc.aio
 import pytest
 from quire.v1 import common_pb2, queue_pb2, scheduler_pb2, scheduler_pb2_grpc
 from redis.asyncio import Redis
@@ -70,7 +71,16 @@ async def test_requests_flow_and_leave_nothing_behind(server: RedisServer, redis
         channel = grpc_server.channel(f"127.0.0.1:{running.app.ports['scheduler']}")
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         snapshot = await stub.Snapshot(scheduler_pb2.SnapshotRequest())
+        found = await stub.Explain(scheduler_pb2.ExplainRequest(request_id=asked[3].request_id))
+        for request_id, code in (
+            (b"n" * 16, grpc.StatusCode.NOT_FOUND),
+            (b"short", grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Explain(scheduler_pb2.ExplainRequest(request_id=request_id))
+            assert refused.value.code() is code
         await channel.close()
+        assert (found.state, found.num_output_tokens) == (found.STATE_FINISHED, 9)
         assert snapshot.leader
         assert snapshot.epoch == int(await redis.get(redis_keys.epoch(MODEL)) or 0)
         (state,) = snapshot.workers

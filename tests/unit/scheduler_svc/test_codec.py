@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.v1 import common_pb2, queue_pb2, scheduler_pb2, worker_pb2
+from quire.v1 import common_pb2, queue_pb2, worker_pb2
 
 from scheduler_svc import codec
 from scheduler_svc.core import ready
@@ -474,8 +474,3 @@ def test_a_worker_record_needs_name_address_and_incarnation() -> None:
         bad.ClearField(name)  # type: ignore[arg-type]
         with pytest.raises(codec.MalformedError):
             codec.decode_worker_record(bad.SerializeToString())
-
-
-def test_a_standby_has_an_empty_snapshot() -> None:
-    response = codec.encode_snapshot(leader=False, view=None, stats=None, addresses={})
-    assert response == scheduler_pb2.SnapshotResponse()

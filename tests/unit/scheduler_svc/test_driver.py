@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from scheduler_svc.core.account import Account
 from scheduler_svc.core.events import BecameLeader, Event, GatewayLost, Tick
-from scheduler_svc.core.ready import CoreStats, CoreView, Finish, Ready, StepPlan
+from scheduler_svc.core.ready import CoreStats, CoreView, Explanation, Finish, Ready, StepPlan
 from scheduler_svc.core.types import FinishReason, RequestId, WorkerId
 from scheduler_svc.driver import Driver, EventQueue
 from scheduler_svc.ports import Completion
@@ -41,6 +42,9 @@ class FakeCore:
 
     def view(self) -> CoreView:
         return CoreView(epoch=1, num_waiting=0, num_running=0, backlog_tokens=0, workers=())
+
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        return None
 
     @property
     def done(self) -> list[list[Event]]:
@@ -132,6 +136,7 @@ def finish(entry_id: str, *, notify: bool) -> Finish:
         first_scheduled_ns=None,
         first_token_ns=None,
         finished_ns=1,
+        account=Account(),
     )
 
 

@@ -8,6 +8,7 @@ from scheduler_svc.adapters.clock import MonotonicClock
 from scheduler_svc.adapters.gateway_watch import GRACE_NS, GatewayWatch
 from scheduler_svc.adapters.inbox_redis import RedisTime
 from scheduler_svc.adapters.redis_access import RedisHealth
+from scheduler_svc.core.account import Account, Wait
 from scheduler_svc.core.ready import CoreStats, CoreView, Finish, Ready, WorkerView
 from scheduler_svc.core.types import FinishReason, PrefixStop, RequestId, WorkerId
 from scheduler_svc.metrics import Sample, SchedulerMetrics
@@ -125,6 +126,9 @@ def test_metrics_show_the_core_and_its_histograms() -> None:
         first_scheduled_ns=2 * S,
         first_token_ns=5 * S,
         finished_ns=9 * S,
+        account=Account(
+            waited=((Wait.TURN, S), (Wait.BLOCKS, S // 2)), preempted_ns=3 * S, set_back_ns=4 * S
+        ),
     )
     metrics.round_done(Ready(finishes=(finish,)), 0.001)
     metrics.plan_sent(77)
@@ -145,6 +149,10 @@ def test_metrics_show_the_core_and_its_histograms() -> None:
         'quire:prefix_looks_total{model_name="tiny",stop="cold"} 3.0',
         'quire:prefix_looks_total{model_name="tiny",stop="end"} 0.0',
         'quire:requests_held_back_total{model_name="tiny"} 6.0',
+        'quire:request_wait_seconds_total{model_name="tiny",reason="turn"} 1.0',
+        'quire:request_wait_seconds_total{model_name="tiny",reason="blocks"} 0.5',
+        'quire:preempted_seconds_total{model_name="tiny"} 3.0',
+        'quire:set_back_seconds_total{model_name="tiny"} 4.0',
         'quire:requests_recovered_total{model_name="tiny"} 2.0',
         'quire:worker_lost_total{model_name="tiny"} 1.0',
         'quire:plan_bytes_sum{model_name="tiny"} 77.0',

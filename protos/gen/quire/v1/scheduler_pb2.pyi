@@ -7,6 +7,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from quire.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -132,3 +134,256 @@ class WorkerState(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """Asks for a request's account."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.bytes
+    """16 bytes, as in the queue; logs show them in hexadecimal."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    """A request's account up to now, or up to its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ExplainResponse._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: ExplainResponse._State.ValueType  # 0
+        """Not said."""
+        STATE_WAITING: ExplainResponse._State.ValueType  # 1
+        """It holds no slot."""
+        STATE_RUNNING: ExplainResponse._State.ValueType  # 2
+        """It holds a slot and blocks."""
+        STATE_RETURNING: ExplainResponse._State.ValueType  # 3
+        """It gave its slot up while steps with it are unreturned."""
+        STATE_FINISHED: ExplainResponse._State.ValueType  # 4
+        """It has ended."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """Where the request stands."""
+
+    STATE_UNSPECIFIED: ExplainResponse.State.ValueType  # 0
+    """Not said."""
+    STATE_WAITING: ExplainResponse.State.ValueType  # 1
+    """It holds no slot."""
+    STATE_RUNNING: ExplainResponse.State.ValueType  # 2
+    """It holds a slot and blocks."""
+    STATE_RETURNING: ExplainResponse.State.ValueType  # 3
+    """It gave its slot up while steps with it are unreturned."""
+    STATE_FINISHED: ExplainResponse.State.ValueType  # 4
+    """It has ended."""
+
+    class _Reason:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ExplainResponse._Reason.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        REASON_UNSPECIFIED: ExplainResponse._Reason.ValueType  # 0
+        """Not said."""
+        REASON_TURN: ExplainResponse._Reason.ValueType  # 1
+        """Slots or tokens were taken, or others came first."""
+        REASON_BLOCKS: ExplainResponse._Reason.ValueType  # 2
+        """Its tokens did not fit into what was free."""
+        REASON_FAIRNESS: ExplainResponse._Reason.ValueType  # 3
+        """Tenants that had been served less came first."""
+        REASON_HELD_BACK: ExplainResponse._Reason.ValueType  # 4
+        """A running request filled the cache with what it shares."""
+        REASON_WORKER: ExplainResponse._Reason.ValueType  # 5
+        """No worker could run it."""
+        REASON_RETURNING: ExplainResponse._Reason.ValueType  # 6
+        """It had lost its slot while steps with it were unreturned."""
+
+    class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
+        """What a request waited for."""
+
+    REASON_UNSPECIFIED: ExplainResponse.Reason.ValueType  # 0
+    """Not said."""
+    REASON_TURN: ExplainResponse.Reason.ValueType  # 1
+    """Slots or tokens were taken, or others came first."""
+    REASON_BLOCKS: ExplainResponse.Reason.ValueType  # 2
+    """Its tokens did not fit into what was free."""
+    REASON_FAIRNESS: ExplainResponse.Reason.ValueType  # 3
+    """Tenants that had been served less came first."""
+    REASON_HELD_BACK: ExplainResponse.Reason.ValueType  # 4
+    """A running request filled the cache with what it shares."""
+    REASON_WORKER: ExplainResponse.Reason.ValueType  # 5
+    """No worker could run it."""
+    REASON_RETURNING: ExplainResponse.Reason.ValueType  # 6
+    """It had lost its slot while steps with it were unreturned."""
+
+    class _PrefixStop:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _PrefixStopEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ExplainResponse._PrefixStop.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        PREFIX_STOP_UNSPECIFIED: ExplainResponse._PrefixStop.ValueType  # 0
+        """It has not been admitted yet."""
+        PREFIX_STOP_END: ExplainResponse._PrefixStop.ValueType  # 1
+        """All that can be shared was there."""
+        PREFIX_STOP_COLD: ExplainResponse._PrefixStop.ValueType  # 2
+        """Nothing of the kind was computed there lately."""
+        PREFIX_STOP_EVICTED: ExplainResponse._PrefixStop.ValueType  # 3
+        """It was there until its block was needed."""
+        PREFIX_STOP_COLLISION: ExplainResponse._PrefixStop.ValueType  # 4
+        """A block of that name holds other tokens."""
+        PREFIX_STOP_ELSEWHERE: ExplainResponse._PrefixStop.ValueType  # 5
+        """Another worker had more of it."""
+        PREFIX_STOP_SHORT: ExplainResponse._PrefixStop.ValueType  # 6
+        """There is no full block to share."""
+        PREFIX_STOP_LOGPROBS: ExplainResponse._PrefixStop.ValueType  # 7
+        """The prompt's logprobs had to be computed."""
+        PREFIX_STOP_OFF: ExplainResponse._PrefixStop.ValueType  # 8
+        """Prefix caching is off."""
+
+    class PrefixStop(_PrefixStop, metaclass=_PrefixStopEnumTypeWrapper):
+        """Why the first look into the prefix cache found no more."""
+
+    PREFIX_STOP_UNSPECIFIED: ExplainResponse.PrefixStop.ValueType  # 0
+    """It has not been admitted yet."""
+    PREFIX_STOP_END: ExplainResponse.PrefixStop.ValueType  # 1
+    """All that can be shared was there."""
+    PREFIX_STOP_COLD: ExplainResponse.PrefixStop.ValueType  # 2
+    """Nothing of the kind was computed there lately."""
+    PREFIX_STOP_EVICTED: ExplainResponse.PrefixStop.ValueType  # 3
+    """It was there until its block was needed."""
+    PREFIX_STOP_COLLISION: ExplainResponse.PrefixStop.ValueType  # 4
+    """A block of that name holds other tokens."""
+    PREFIX_STOP_ELSEWHERE: ExplainResponse.PrefixStop.ValueType  # 5
+    """Another worker had more of it."""
+    PREFIX_STOP_SHORT: ExplainResponse.PrefixStop.ValueType  # 6
+    """There is no full block to share."""
+    PREFIX_STOP_LOGPROBS: ExplainResponse.PrefixStop.ValueType  # 7
+    """The prompt's logprobs had to be computed."""
+    PREFIX_STOP_OFF: ExplainResponse.PrefixStop.ValueType  # 8
+    """Prefix caching is off."""
+
+    @_typing.final
+    class Waited(_message.Message):
+        """Waiting for one reason."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        REASON_FIELD_NUMBER: _builtins.int
+        DURATION_US_FIELD_NUMBER: _builtins.int
+        reason: Global___ExplainResponse.Reason.ValueType
+        """What for."""
+        duration_us: _builtins.int
+        """How long."""
+        def __init__(
+            self,
+            *,
+            reason: Global___ExplainResponse.Reason.ValueType = ...,
+            duration_us: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_us", b"duration_us", "reason", b"reason"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STATE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_BEFORE_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_US_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    PREEMPTED_US_FIELD_NUMBER: _builtins.int
+    NUM_MOVES_FIELD_NUMBER: _builtins.int
+    SET_BACK_US_FIELD_NUMBER: _builtins.int
+    NUM_SKIPS_FIELD_NUMBER: _builtins.int
+    PREFIX_STOP_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    state: Global___ExplainResponse.State.ValueType
+    """Where the request stands."""
+    attempt: _builtins.int
+    """Its live attempt."""
+    worker_id: _builtins.str
+    """The worker it runs on, empty if none."""
+    num_before: _builtins.int
+    """Requests of its queue before it, while it waits; with `fair` its tenant's queue."""
+    num_prompt_tokens: _builtins.int
+    """Prompt tokens."""
+    num_output_tokens: _builtins.int
+    """Output tokens known to the scheduler."""
+    num_computed_tokens: _builtins.int
+    """Tokens whose KV planned steps will have written."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens that the prefix cache gave."""
+    age_us: _builtins.int
+    """Time since it arrived, or from there to its end."""
+    num_preemptions: _builtins.int
+    """How often its blocks were taken."""
+    preempted_us: _builtins.int
+    """From each preemption to the next token, waiting and computing anew included."""
+    num_moves: _builtins.int
+    """How often it went on with another worker session."""
+    set_back_us: _builtins.int
+    """Time that lost workers, failed steps and drains cost, counted as for preemptions."""
+    num_skips: _builtins.int
+    """How often a later one was admitted while it did not fit."""
+    prefix_stop: Global___ExplainResponse.PrefixStop.ValueType
+    """What the prefix cache said."""
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """How it ended, UNSPECIFIED while it has not."""
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExplainResponse.Waited]:
+        """All its waiting, by reason."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___ExplainResponse.State.ValueType = ...,
+        attempt: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+        num_before: _builtins.int | None = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
+        num_computed_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        age_us: _builtins.int = ...,
+        waits: _abc.Iterable[Global___ExplainResponse.Waited] | None = ...,
+        num_preemptions: _builtins.int = ...,
+        preempted_us: _builtins.int = ...,
+        num_moves: _builtins.int = ...,
+        set_back_us: _builtins.int = ...,
+        num_skips: _builtins.int = ...,
+        prefix_stop: Global___ExplainResponse.PrefixStop.ValueType = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_before", b"_num_before", "num_before", b"num_before"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_before", b"_num_before", "age_us", b"age_us", "attempt", b"attempt", "finish_reason", b"finish_reason", "num_before", b"num_before", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_moves", b"num_moves", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_skips", b"num_skips", "preempted_us", b"preempted_us", "prefix_stop", b"prefix_stop", "set_back_us", b"set_back_us", "state", b"state", "waits", b"waits", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_before: _TypeAlias = _typing.Literal["num_before"]  # noqa: Y015
+    _WhichOneofArgType__num_before: _TypeAlias = _typing.Literal["_num_before", b"_num_before"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_before) -> _WhichOneofReturnType__num_before | None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015

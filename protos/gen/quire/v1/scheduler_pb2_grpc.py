@@ -40,6 +40,11 @@ class SchedulerServiceStub:
                 request_serializer=quire_dot_v1_dot_scheduler__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_scheduler__pb2.SnapshotResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/quire.v1.SchedulerService/Explain',
+                request_serializer=quire_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_scheduler__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -53,6 +58,14 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Where a request stands and where its time went. NOT_FOUND if it is not held and not among the
+        last 4,096 ends; UNAVAILABLE from a process that does not lead.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +73,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Snapshot,
                     request_deserializer=quire_dot_v1_dot_scheduler__pb2.SnapshotRequest.FromString,
                     response_serializer=quire_dot_v1_dot_scheduler__pb2.SnapshotResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=quire_dot_v1_dot_scheduler__pb2.ExplainRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_scheduler__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +108,33 @@ class SchedulerService:
             '/quire.v1.SchedulerService/Snapshot',
             quire_dot_v1_dot_scheduler__pb2.SnapshotRequest.SerializeToString,
             quire_dot_v1_dot_scheduler__pb2.SnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.SchedulerService/Explain',
+            quire_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+            quire_dot_v1_dot_scheduler__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class SchedulerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SchedulerServiceAsyncStub: ...
     Snapshot: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SnapshotRequest, _scheduler_pb2.SnapshotResponse]
     """Counts and one row per worker, taken between two events."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainResponse]
+    """Where a request stands and where its time went. NOT_FOUND if it is not held and not among the
+    last 4,096 ends; UNAVAILABLE from a process that does not lead.
+    """
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -43,6 +47,10 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Snapshot: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SnapshotRequest, _scheduler_pb2.SnapshotResponse]  # type: ignore[assignment]
     """Counts and one row per worker, taken between two events."""
+    Explain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Where a request stands and where its time went. NOT_FOUND if it is not held and not among the
+    last 4,096 ends; UNAVAILABLE from a process that does not lead.
+    """
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Read-only view of a scheduler."""
@@ -54,5 +62,15 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.SnapshotResponse, _abc.Awaitable[_scheduler_pb2.SnapshotResponse]]:
         """Counts and one row per worker, taken between two events."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _scheduler_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ExplainResponse, _abc.Awaitable[_scheduler_pb2.ExplainResponse]]:
+        """Where a request stands and where its time went. NOT_FOUND if it is not held and not among the
+        last 4,096 ends; UNAVAILABLE from a process that does not lead.
+        """
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

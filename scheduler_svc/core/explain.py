@@ -1,0 +1,65 @@
+"""Explanations of requests: where one stands and where its time went."""
+
+from scheduler_svc.core.account import Account
+from scheduler_svc.core.lifecycle import RequestState
+from scheduler_svc.core.ready import Explanation, Finish
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.types import RequestId
+
+# Ended requests that can still be explained; the oldest are forgotten.
+MAX_ENDED = 4096
+
+
+class EndedRequests:
+    """The last MAX_ENDED ends."""
+
+    def __init__(self, *, max_ended: int = MAX_ENDED) -> None:
+        self._max_ended = max_ended
+        self._ended: dict[RequestId, Finish] = {}
+
+    def note(self, finish: Finish) -> None:
+        """A request has ended; its last end counts."""
+        self._ended.pop(finish.request_id, None)
+        self._ended[finish.request_id] = finish
+        if len(self._ended) > self._max_ended:
+            del self._ended[next(iter(self._ended))]
+
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        """None for one that is not remembered."""
+        finish = self._ended.get(request_id)
+        return None if finish is None else _ended(finish)
+
+
+def held(request: Request, *, place: int | None, now_ns: int, account: Account) -> Explanation:
+    """A request that has not ended."""
+    return Explanation(
+        request_id=request.request_id,
+        state=request.state,
+        attempt=request.attempt,
+        worker_id=request.worker_id,
+        place=place,
+        num_prompt_tokens=request.prompt_len,
+        num_output_tokens=request.num_output_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        arrived_ns=request.arrived_ns,
+        now_ns=now_ns,
+        account=account,
+    )
+
+
+def _ended(finish: Finish) -> Explanation:
+    return Explanation(
+        request_id=finish.request_id,
+        state=RequestState.FINISHED,
+        attempt=finish.attempt,
+        num_prompt_tokens=finish.num_prompt_tokens,
+        num_output_tokens=finish.num_output_tokens,
+        num_cached_tokens=finish.num_cached_tokens,
+        num_preemptions=finish.num_preemptions,
+        arrived_ns=finish.arrived_ns,
+        now_ns=finish.finished_ns,
+        account=finish.account,
+        finish=finish.reason,
+    )
