@@ -10,6 +10,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 128
 MAX_HEAD_DIM = 256
+MAX_ROW_WIDTH = 32_768  # elements that one Triton program holds at once
 
 
 def check_store(
@@ -214,6 +215,16 @@ def check_rotary(
             _check_devices(qkv, **{name: weight})
     others = {"slot_mapping": slot_mapping, "positions": positions, "cosine": cosine, "sine": sine}
     _check_devices(qkv, k_cache=k_cache, v_cache=v_cache, **others)
+
+
+def check_float(x: Tensor) -> None:
+    """Of every Triton call that computes."""
+    _need(x.dtype in FLOAT_DTYPES, "x must be fp32, bf16 or fp16, got", x.dtype)
+
+
+def check_triton_width(width: int) -> None:
+    """Of a row that one program holds."""
+    _need(1 <= width <= MAX_ROW_WIDTH, f"a row must have 1 to {MAX_ROW_WIDTH} elements, got", width)
 
 
 def check_linear(weight: Tensor, bias: Tensor | None) -> None:

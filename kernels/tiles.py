@@ -102,3 +102,20 @@ def tiles_for(head_dim: int, dtype: torch.dtype, arch: int) -> Tiles:
         if head_dim <= bound:
             return TABLE[arch, dtype.itemsize, bound]
     raise ValueError(f"no tiles for head dim {head_dim}")
+
+
+ELEMENTWISE_BLOCK = 1024  # elements of one program that does the same to each
+VOCABULARY_BLOCK = 4096  # logits that a program of the sampler reads in one turn
+VOCABULARY_WARPS = 8
+INTERPRETER_VOCABULARY_BLOCK = 256  # small vocabularies cross its borders too
+ROTARY_TILE = 2048  # elements of the heads that one program rotates
+
+
+def row_warps(width: int) -> int:
+    """Warps of a program that holds a whole row: about eight elements a thread."""
+    return max(1, min(16, width // 256))
+
+
+def rotary_heads(head_dim: int) -> int:
+    """Heads that one program of rotary_store does, a power of two."""
+    return max(1, ROTARY_TILE // max(16, 1 << (head_dim - 1).bit_length()))

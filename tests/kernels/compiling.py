@@ -1,15 +1,18 @@
-"""Compiles the kernels for GPUs that need not be here; `python -m tests.kernels.compiling ARCH`.
+"""Compiles the kernels for GPUs that need not be here; `python -m tests.kernels.compiling 90:all`.
 
 Prints one JSON line per kernel: shared memory from the compiler's metadata, registers and stack
-(spills) from the cubin. Runs in a process of its own, without TRITON_INTERPRET.
+(spills) from the cubin. Runs in a process of its own, without TRITON_INTERPRET. ARCH is a CUDA
+architecture, or gfx942.
 """
 
+import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,49 +21,104 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels import sampler_kernels, tiles
 from kernels.attention_kernels import decode_kernel, prefill_kernel, reduce_kernel
+from kernels.gated_activation import gated_activation_kernel
 from kernels.kv_store import kv_store_kernel
-from kernels.tiles import TABLE, tiles_for
+from kernels.logprobs import logprobs_kernel
+from kernels.rms_norm import rms_norm_kernel
+from kernels.rotary_store import rotary_store_kernel
+from kernels.sampler import LIST_BLOCK
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+VOCABULARY = 128_256
+TABLES = ("block_tables", "seq_lens", "query_start_loc", "counts")
+WHOLE = [
+    "slot_mapping",
+    "positions",
+    "tokens",
+    "top_ids",
+    "top_ks",
+    "seeds",
+    "sample_indices",
+    "starts",
+    "output_starts",
+    "bias_starts",
+    "bias_tokens",
+    "forbidden_starts",
+    "forbidden_tokens",
+]
+REAL = [
+    "temperatures",
+    "top_ps",
+    "min_ps",
+    "bias_values",
+    "repetitions",
+    "frequencies",
+    "presences",
+]
+SINGLE = ["part_acc", "part_top", "part_total", "cosine", "sine", "own", "top_logprobs"]
+OF_TYPE = [
+    "out",
+    "q",
+    "k",
+    "v",
+    "k_cache",
+    "v_cache",
+    "sinks",
+    "x",
+    "delta",
+    "weight",
+    "both",
+    "qkv",
+    "q_weight",
+    "k_weight",
+    "logits",
+]
 POINTERS = {
-    "out": "T",
-    "q": "T",
-    "k": "T",
-    "v": "T",
-    "k_cache": "T",
-    "v_cache": "T",
-    "sinks": "T",
-    "part_acc": "fp32",
-    "part_top": "fp32",
-    "part_total": "fp32",
-    "block_tables": "i32",
-    "seq_lens": "i32",
-    "query_start_loc": "i32",
-    "slot_mapping": "i64",
+    **dict.fromkeys(TABLES, "i32"),
+    **dict.fromkeys(WHOLE, "i64"),
+    **dict.fromkeys(REAL, "fp64"),
+    **dict.fromkeys(SINGLE, "fp32"),
+    **dict.fromkeys(OF_TYPE, "T"),
 }
-FLOATS = ("scale", "softcap")
+FLOATS = ("scale", "softcap", "epsilon")
 UNALIGNED = ("num_rows", "num_splits", "first_row", "table_stride", "window")
 
 
-def compile_kernel(
-    kernel: Any,
-    arch: int,
-    dtype: torch.dtype,
-    constants: dict[str, Any],
-    num_warps: int,
-    num_stages: int,
-) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A kernel as one launch would compile it."""
+
+    name: str
+    kernel: Any
+    dtype: torch.dtype
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int = 3
+    head_dim: int = 0
+    feature: str = "plain"
+    wide_places: bool | None = None  # whether block offsets must be seen in 64 bits
+
+
+def target_of(arch: str) -> GPUTarget:
+    """gfx942 or a number."""
+    return (
+        GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch), 32)
+    )
+
+
+def compile_kernel(variant: Variant, arch: str) -> Any:
     """As the launcher would for aligned pointers and strides that are multiples of 16."""
     signature: dict[str, str] = {}
     constexprs: dict[tuple[int], Any] = {}
     attrs: dict[tuple[int], list[Any]] = {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
+    for index, name in enumerate(variant.kernel.arg_names):
+        if name in variant.constants:
             signature[name] = "constexpr"
-            constexprs[(index,)] = constants[name]
+            constexprs[(index,)] = variant.constants[name]
         elif name in POINTERS:
-            signature[name] = "*" + POINTERS[name].replace("T", TYPES[dtype])
+            signature[name] = "*" + POINTERS[name].replace("T", TYPES[variant.dtype])
             attrs[(index,)] = [["tt.divisibility", 16]]
         elif name in FLOATS:
             signature[name] = "fp32"
@@ -68,21 +126,20 @@ def compile_kernel(
             signature[name] = "i32"
             if name not in UNALIGNED:
                 attrs[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs, attrs)
     return triton.compile(
-        source,
-        target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
+        ASTSource(variant.kernel, signature, constexprs, attrs),
+        target=target_of(arch),
+        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
     )
 
 
-def resources(cubin: bytes) -> dict[str, int]:
+def resources(compiled: Any) -> dict[str, int]:
     """Registers and stack bytes a thread; {} where the tool is not in Triton's wheel."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists():
+    if "cubin" not in compiled.asm or not tool.exists():
         return {}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
@@ -90,13 +147,11 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack_bytes": int(found[2])} if found else {}
 
 
-def variants(
-    arch: int, dtype: torch.dtype, head_dim: int, group: int, features: bool
-) -> Iterator[tuple[str, Any, dict[str, Any], int, int]]:
-    """(name, kernel, constants, warps, stages) of one model shape."""
-    tiles = tiles_for(head_dim, dtype, arch)
-    d_pad = triton.next_power_of_2(head_dim)
-    shape = {"HEAD_DIM": head_dim, "D_PAD": d_pad}
+def attention(arch: int, dtype: torch.dtype, head_dim: int, features: bool) -> Iterator[Variant]:
+    """Prefill, decode and reduce of a model shape with four query heads a KV head."""
+    chosen = tiles.tiles_for(head_dim, dtype, arch)
+    group = 4
+    shape = {"HEAD_DIM": head_dim, "D_PAD": triton.next_power_of_2(head_dim)}
     walk = {
         **shape,
         "GROUP": group,
@@ -105,42 +160,160 @@ def variants(
         "HAS_WINDOW": features,
         "HAS_SOFTCAP": features,
     }
-    sinks: dict[str, Any] = (
-        {"HAS_SINKS": features} if features else {"HAS_SINKS": False, "sinks": None}
+    sinks: dict[str, Any] = {"HAS_SINKS": True} if features else {"HAS_SINKS": False, "sinks": None}
+    common: dict[str, Any] = {
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "feature": "features" if features else "plain",
+    }
+    yield Variant(
+        name="prefill",
+        kernel=prefill_kernel,
+        constants={**walk, **sinks, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n},
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        wide_places=True,
+        **common,
     )
-    yield (
-        "prefill",
-        prefill_kernel,
-        {**walk, **sinks, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n},
-        tiles.num_warps,
-        tiles.num_stages,
-    )
-    yield (
-        "decode",
-        decode_kernel,
-        {
+    yield Variant(
+        name="decode",
+        kernel=decode_kernel,
+        constants={
             **walk,
             "BLOCK_M": max(16, triton.next_power_of_2(group)),
-            "BLOCK_N": tiles.decode_block_n,
-            "SPLIT": tiles.split,
+            "BLOCK_N": chosen.decode_block_n,
+            "SPLIT": chosen.split,
         },
-        tiles.decode_num_warps,
-        tiles.decode_num_stages,
+        num_warps=chosen.decode_num_warps,
+        num_stages=chosen.decode_num_stages,
+        wide_places=True,
+        **common,
     )
-    yield (
-        "reduce",
-        reduce_kernel,
-        {**shape, **sinks, "SPLIT": tiles.split, "BLOCK_S": 16, "HAS_WINDOW": features},
-        4,
-        3,
+    if head_dim == 128 and dtype == torch.bfloat16:
+        yield Variant(
+            name="reduce",
+            kernel=reduce_kernel,
+            constants={
+                **shape,
+                **sinks,
+                "SPLIT": chosen.split,
+                "BLOCK_S": 16,
+                "HAS_WINDOW": features,
+            },
+            num_warps=4,
+            **common,
+        )
+
+
+def rows(dtype: torch.dtype) -> Iterator[Variant]:
+    """What is done to rows and heads: store, norm, rotary embedding, activation."""
+    cache = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
+    yield Variant(
+        name="kv_store",
+        kernel=kv_store_kernel,
+        dtype=dtype,
+        constants={**cache, "BLOCK_E": 1024},
+        num_warps=4,
+        wide_places=True,
     )
-    yield (
-        "kv_store",
-        kv_store_kernel,
-        {"NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "BLOCK_E": 1024},
-        4,
-        3,
+    block_h = tiles.rotary_heads(128)
+    rotary = {**cache, "NUM_HEADS": 32, "D_PAD": 128, "BLOCK_H": block_h, "BY_HAND": False}
+    yield Variant(
+        name="rotary_store",
+        kernel=rotary_store_kernel,
+        dtype=dtype,
+        constants={
+            **rotary,
+            "HALF": 48,
+            "HALF_PAD": 64,
+            "REST_PAD": 32,
+            "NORM_Q": True,
+            "NORM_K": True,
+            "OFFSET": True,
+        },
+        num_warps=4,
+        feature="features",
+        wide_places=True,
     )
+    for dim in (4096, 16_384):
+        block = triton.next_power_of_2(dim)
+        yield Variant(
+            name="rms_norm",
+            kernel=rms_norm_kernel,
+            dtype=dtype,
+            constants={
+                "DIM": dim,
+                "BLOCK_D": block,
+                "HAS_DELTA": True,
+                "OFFSET": False,
+                "BY_HAND": False,
+            },
+            num_warps=tiles.row_warps(block),
+        )
+    yield Variant(
+        name="gated_activation",
+        kernel=gated_activation_kernel,
+        dtype=dtype,
+        constants={
+            "DIM": 14_336,
+            "BLOCK_D": tiles.ELEMENTWISE_BLOCK,
+            "GELU": True,
+            "BY_HAND": False,
+        },
+        num_warps=4,
+    )
+
+
+def sampling(dtype: torch.dtype) -> Iterator[Variant]:
+    """Of the sampler; logits that were changed are fp32."""
+    over = {"VOCAB": VOCABULARY, "BLOCK": tiles.VOCABULARY_BLOCK}
+    warps = tiles.VOCABULARY_WARPS
+    lists = {"BLOCK": LIST_BLOCK}
+    for name, kernel, constants, num_warps in (
+        ("sample", sampler_kernels.sample_kernel, over, warps),
+        ("logprobs", logprobs_kernel, {**over, "NUM_TOP": 20}, warps),
+        (
+            "change_tokens",
+            sampler_kernels.change_tokens_kernel,
+            {**lists, "HAS_BIAS": True, "HAS_FORBIDDEN": True},
+            4,
+        ),
+        ("count", sampler_kernels.count_kernel, lists, 4),
+        (
+            "penalize",
+            sampler_kernels.penalize_kernel,
+            {**over, "BLOCK": tiles.ELEMENTWISE_BLOCK},
+            4,
+        ),
+    ):
+        if name in ("sample", "logprobs") or dtype == torch.float32:
+            yield Variant(
+                name=name, kernel=kernel, dtype=dtype, constants=constants, num_warps=num_warps
+            )
+
+
+def variants(arch: int, extent: str) -> Iterator[Variant]:
+    """all: attention of every tile choice, its features where registers are scarcest.
+
+    fp16 has bf16's tiles and sizes. each: every kernel once; quick: the three that take most of a
+    step.
+    """
+    if extent == "each":
+        yield from attention(arch, torch.bfloat16, 128, False)
+        yield from rows(torch.bfloat16)
+        yield from sampling(torch.float32)
+        return
+    if extent == "quick":
+        yield from itertools.islice(attention(arch, torch.bfloat16, 128, False), 2)
+        yield from itertools.islice(sampling(torch.bfloat16), 1)
+        return
+    for dtype in (torch.bfloat16, torch.float32):
+        for head_dim in sorted({bound for _, _, bound in tiles.TABLE}):
+            scarce = dtype == torch.bfloat16 and head_dim > 64
+            yield from attention(arch, dtype, head_dim, scarce)
+    yield from itertools.islice(attention(arch, torch.float16, 128, False), 1, None)
+    yield from rows(torch.bfloat16)
+    yield from sampling(torch.float32)
 
 
 def has_wide_places(ttir: str) -> bool:
@@ -148,40 +321,24 @@ def has_wide_places(ttir: str) -> bool:
     return re.search(r"%place\w* = arith\.muli %block\w*, .*i64", ttir) is not None
 
 
-def selected(type_name: str, head_dim: int, feature: str, chosen: list[str]) -> bool:
-    """Without a choice: plain kernels of all, features where registers are scarcest."""
-    if chosen:
-        return [type_name, str(head_dim), feature] == chosen
-    if type_name == "fp16" and head_dim != 128:
-        return False  # the same tiles and sizes as bf16
-    return feature == "plain" or (type_name == "bf16" and head_dim > 64)
-
-
 def main(argv: list[str]) -> None:
-    """ARCH [DTYPE HEAD_DIM plain|features]"""
-    arch, chosen = int(argv[0]), argv[1:]
-    for dtype, type_name in TYPES.items():
-        for head_dim in sorted({bound for _, _, bound in TABLE}):
-            for feature in ("plain", "features"):
-                if not selected(type_name, head_dim, feature, chosen):
-                    continue
-                for variant in variants(arch, dtype, head_dim, 4, feature == "features"):
-                    name, kernel, constants, warps, stages = variant
-                    if not chosen and name in ("reduce", "kv_store") and head_dim != 128:
-                        continue
-                    compiled = compile_kernel(kernel, arch, dtype, constants, warps, stages)
-                    line = {
-                        "kernel": name,
-                        "arch": arch,
-                        "dtype": type_name,
-                        "head_dim": head_dim,
-                        "feature": feature,
-                        "shared_bytes": compiled.metadata.shared,
-                        "wide_places": has_wide_places(compiled.asm["ttir"]),
-                        **resources(compiled.asm["cubin"]),
-                    }
-                    sys.stdout.write(json.dumps(line) + "\n")
-                    sys.stdout.flush()
+    """ARCH:EXTENT ..., an extent being quick, each or all."""
+    for arch, extent in (argument.split(":") for argument in argv):
+        table = tiles.architecture((int(arch) // 10, int(arch) % 10)) if arch.isdigit() else 80
+        for variant in variants(table, extent):
+            compiled = compile_kernel(variant, arch)
+            line = {
+                "kernel": variant.name,
+                "arch": arch,
+                "dtype": TYPES[variant.dtype],
+                "head_dim": variant.head_dim,
+                "feature": variant.feature,
+                "shared_bytes": compiled.metadata.shared,
+                "wide_places": variant.wide_places is None or has_wide_places(compiled.asm["ttir"]),
+                **resources(compiled),
+            }
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One interpreter process for all tests of this folder."""
+"""One pool of interpreter processes for all tests of this folder."""
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor

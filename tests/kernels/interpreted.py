@@ -22,9 +22,9 @@ def _start() -> None:
 
 
 def start_interpreter() -> ProcessPoolExecutor:
-    """A pool of one process; the caller shuts it down."""
+    """A pool; the caller shuts it down. Its second process starts when two calls run at a time."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, mp_context=context, initializer=_start)
+    return ProcessPoolExecutor(2, mp_context=context, initializer=_start)
 
 
 def attention_error(case: Case, fault: str | None = None) -> float:

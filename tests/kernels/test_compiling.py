@@ -1,18 +1,28 @@
-"""The kernels compile for sm_80 and sm_90 within their shared memory, without a device."""
+"""The kernels compile for GPUs that are not here, within their shared memory and without spills."""
 
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHARED_LIMIT_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
+SHARED_LIMIT_BYTES = {
+    "80": 163 << 10,
+    "86": 99 << 10,
+    "90": 227 << 10,
+    "100": 227 << 10,
+    "gfx942": 64 << 10,
+}
 # Bytes a thread keeps in local memory: a few saved values are fine, a spilled tile is not.
 STACK_LIMIT_BYTES = 32
+ATTENTION = {"prefill", "decode", "reduce"}
+ROWS = {"kv_store", "rotary_store", "rms_norm", "gated_activation"}
+SAMPLING = {"sample", "logprobs", "change_tokens", "count", "penalize"}
 
 
 def compiled(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -38,20 +48,30 @@ def check(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         assert line["shared_bytes"] <= SHARED_LIMIT_BYTES[line["arch"]], line
         assert line.get("stack_bytes", 0) <= STACK_LIMIT_BYTES, line
-        touches_cache = line["kernel"] != "reduce"
-        assert line["wide_places"] == touches_cache, f"block offsets must be 64 bits: {line}"
+        assert line["wide_places"], f"block offsets must be 64 bits: {line}"
 
 
-def test_bf16_of_head_dim_128_for_sm_90(tmp_path: Path) -> None:
-    lines = compiled(tmp_path, "90", "bf16", "128", "plain")
-    assert {line["kernel"] for line in lines} == {"prefill", "decode", "reduce", "kv_store"}
+def test_attention_and_sampler_for_sm_90(tmp_path: Path) -> None:
+    lines = compiled(tmp_path, "90:quick")
+    assert {line["kernel"] for line in lines} == {"prefill", "decode", "sample"}
     check(lines)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("arch", [80, 90])
-def test_all_dtypes_and_head_dims(tmp_path: Path, arch: int) -> None:
-    lines = compiled(tmp_path, str(arch))
-    assert len({(line["dtype"], line["head_dim"]) for line in lines}) == 7
+def test_all_architectures(tmp_path: Path) -> None:
+    """In two processes: this is the longest test of the kernels."""
+    halves = (("80:all", "gfx942:quick"), ("90:all", "86:quick", "100:quick"))
+    with ThreadPoolExecutor(2) as pool:
+        lines = [
+            line
+            for found in pool.map(lambda half: compiled(tmp_path, *half), halves)
+            for line in found
+        ]
     check(lines)
+    for arch in ("80", "90"):
+        mine = [line for line in lines if line["arch"] == arch]
+        assert {line["kernel"] for line in mine} == ATTENTION | ROWS | SAMPLING
+        shapes = {(line["dtype"], line["head_dim"]) for line in mine if line["head_dim"]}
+        assert len(shapes) == 7
+    assert {line["arch"] for line in lines} == set(SHARED_LIMIT_BYTES)

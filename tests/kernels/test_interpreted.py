@@ -28,18 +28,16 @@ def test_half_precision(interpreter: ProcessPoolExecutor, dtype: torch.dtype) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", range(8))
-def test_awkward_shapes(interpreter: ProcessPoolExecutor, part: int) -> None:
-    """All cases; every third one in bf16 too."""
-    cases = CASES[part::8]
-    cases += [case.at(torch.bfloat16) for case in cases[::3]]
-    errors = {str(c): interpreter.submit(interpreted.attention_error, c).result() for c in cases}
-    assert {case: error for case, error in errors.items() if error > 1} == {}
+def test_awkward_shapes(interpreter: ProcessPoolExecutor) -> None:
+    """All cases, every third one in bf16."""
+    cases = [case.at(torch.bfloat16) if i % 3 == 2 else case for i, case in enumerate(CASES)]
+    errors = dict(zip(cases, interpreter.map(interpreted.attention_error, cases), strict=True))
+    assert {str(case): error for case, error in errors.items() if error > 1} == {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@settings(max_examples=30, deadline=None, suppress_health_check=SHARED)
+@settings(max_examples=20, deadline=None, suppress_health_check=SHARED)
 @given(case=random_cases(max_len=70))
 def test_random_mixes(interpreter: ProcessPoolExecutor, case: Case) -> None:
     assert interpreter.submit(interpreted.attention_error, case).result() <= 1
