@@ -11,8 +11,12 @@ from starlette.requests import ClientDisconnect, Request
 from gateway.core.errors import RejectReason, RequestCancelledError, RequestRejected
 from gateway.core.wording import shown
 from gateway.rest.errors import from_pydantic
+from gateway.rest.json_size import JsonSize, json_size
 
 BODY_TIMEOUT_S = 30.0
+# Bodies up to here can't hold the event loop for long, whatever stands in them.
+UNCOUNTED_BYTES = 65_536
+MAX_VALUES, MAX_NAMES, MAX_CONTAINERS = 2**18, 2**15, 2**14
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
@@ -33,7 +37,10 @@ class BodyReader:
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self._max_bytes:
             raise self._too_large()
-        return parse(await self._read(request), schema)
+        data = await self._read(request)
+        if len(data) > UNCOUNTED_BYTES:
+            check_size(await asyncio.to_thread(json_size, data))
+        return parse(data, schema)
 
     async def _read(self, request: Request) -> bytes:
         data = bytearray()
@@ -55,6 +62,19 @@ class BodyReader:
         return RequestRejected(
             RejectReason.TOO_LARGE, f"The body is larger than {self._max_bytes} bytes."
         )
+
+
+def check_size(size: JsonSize) -> None:
+    """Refuses what would take long to make. Raises RequestRejected."""
+    for count, most, things in (
+        (size.num_values, MAX_VALUES, "values"),
+        (size.num_names, MAX_NAMES, "names"),
+        (size.num_containers, MAX_CONTAINERS, "lists and objects"),
+    ):
+        if count > most:
+            raise RequestRejected(
+                RejectReason.TOO_LARGE, f"The body holds more than {most} {things}."
+            )
 
 
 def parse(data: bytes, schema: type[_Body]) -> _Body:
