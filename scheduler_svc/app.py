@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -16,6 +17,7 @@ from scheduler_svc.core import CoreConfig, SchedulerCore
 from scheduler_svc.grpc_service import SERVICE_NAME, SchedulerServicer
 from scheduler_svc.metrics import Sample, SchedulerMetrics
 from scheduler_svc.ports import Clock, Core
+from scheduler_svc.recorder import TraceRecorder
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.term import Term
 from servicekit import grpc_server, logs, ops, redis_client
@@ -116,6 +118,7 @@ class SchedulerApp:
         lease: LeaderLease,
     ) -> None:
         """Returns at `stop`, or to lead again in a higher epoch. Raises DeposedError."""
+        recorder = self._open_trace(epoch)
         self._term = Term(
             self._config,
             epoch=epoch,
@@ -124,6 +127,7 @@ class SchedulerApp:
             redis=redis,
             lease=lease,
             metrics=self._metrics,
+            recorder=recorder,
         )
         try:
             await self._term.run(stop, lambda: _log.info("ready", epoch=epoch))
@@ -136,6 +140,18 @@ class SchedulerApp:
             await lease.step_over(epoch, error.highest_epoch)
         finally:
             self._term = None
+            if recorder is not None:
+                recorder.close()
+
+    def _open_trace(self, epoch: int) -> TraceRecorder | None:
+        if not self._config.trace_dir:
+            return None
+        return TraceRecorder(
+            Path(self._config.trace_dir).expanduser(),
+            epoch=epoch,
+            config=self._core_config,
+            max_bytes=self._config.trace_max_mib * 2**20,
+        )
 
     # What others may look at
 

@@ -19,6 +19,7 @@ from scheduler_svc.ports import (
     Notice,
     PlanSink,
     RoundObserver,
+    RoundRecorder,
 )
 from servicekit.logs import get_logger
 
@@ -86,6 +87,7 @@ class Driver:
         completions: CompletionSink,
         observer: RoundObserver,
         queue: EventQueue,
+        recorder: RoundRecorder | None = None,
     ) -> None:
         self.queue = queue
         self._core = core
@@ -93,6 +95,7 @@ class Driver:
         self._plans = plans
         self._completions = completions
         self._observer = observer
+        self._recorder = recorder
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at_ns: int | None = None
 
@@ -115,6 +118,8 @@ class Driver:
                 self._timer.cancel()
 
     def _round(self, events: list[Event]) -> None:
+        if self._recorder is not None:
+            self._recorder.fed(events)
         started = time.perf_counter()
         for event in events:
             try:
@@ -124,6 +129,8 @@ class Driver:
                 raise
         ready = self._core.take_ready()
         core_s = time.perf_counter() - started
+        if self._recorder is not None:
+            self._recorder.answered(ready)
         self._act(ready)
         self._observer.round_done(ready, core_s)
 

@@ -97,6 +97,16 @@ class RoundObserver(Protocol):
         """Called after plans and finishes have been handed out."""
 
 
+class RoundRecorder(Protocol):
+    """Keeps what goes into the core and what comes out, so that it can be replayed."""
+
+    def fed(self, events: Sequence[Event]) -> None:
+        """Called before the core is given the events of a round."""
+
+    def answered(self, ready: Ready) -> None:
+        """Called before the round is acted on."""
+
+
 class LinkObserver(Protocol):
     """Sees the traffic of the workers' sessions, for metrics."""
 

@@ -32,6 +32,8 @@ class SchedulerSettings:
     prefill_chunk_tokens: int
     max_prefill_gap_ms: float
     priority_ageing_s: float
+    trace_dir: str
+    trace_max_mib: int
     max_num_batched_tokens: int
     max_num_seqs: int
 

@@ -16,7 +16,7 @@ from scheduler_svc.adapters.redis_access import FencedRedis, RedisSide
 from scheduler_svc.adapters.worker_links import WorkerLinks
 from scheduler_svc.driver import Driver, EventQueue
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.ports import Clock, Core
+from scheduler_svc.ports import Clock, Core, RoundRecorder
 from scheduler_svc.settings import SchedulerSettings
 from servicekit.logs import get_logger
 
@@ -61,6 +61,7 @@ class Term:
         redis: RedisSide,
         lease: LeaderLease,
         metrics: SchedulerMetrics,
+        recorder: RoundRecorder | None = None,
     ) -> None:
         model = settings.model_name
         self.core = core
@@ -105,6 +106,7 @@ class Term:
             completions=self.outbox,
             observer=metrics,
             queue=self.queue,
+            recorder=recorder,
         )
 
     @property

@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import grpc.aio
 import pytest
 from quire.v1 import common_pb2, queue_pb2, scheduler_pb2, scheduler_pb2_grpc
 from redis.asyncio import Redis
 
+from scheduler_svc import trace_file
 from scheduler_svc.app import EXIT_DEPOSED, EXIT_FAILED, EXIT_STOPPED
 from scheduler_svc.core import SchedulerCore
 from scheduler_svc.core.events import Event, RequestArrived
+from scheduler_svc.replay import replay
 from servicekit import grpc_server, redis_keys
 from tests.integration.scheduler.fake_worker_server import FakeWorkerServer
 from tests.integration.scheduler.harness import (
@@ -94,6 +97,25 @@ async def test_requests_flow_and_leave_nothing_behind(server: RedisServer, redis
         assert await asyncio.to_thread(_get, f"{base}/health/ready") == "ready\n"
         assert await running.stop() == EXIT_STOPPED
     assert await redis.get(redis_keys.lease(MODEL)) is None, "a successor need not wait"
+
+
+async def test_a_recorded_term_replays(server: RedisServer, redis: Redis, tmp_path: Path) -> None:
+    worker = FakeWorkerServer()
+    asked = requests(12, max_tokens=9)
+    folder = tmp_path / "traces"
+    async with workers(redis, worker), scheduler(server.url, trace_dir=str(folder)) as running:
+        await running.ready()
+        for request in asked:
+            await add_request(redis, request)
+        await wait_queue_empty(redis)
+        assert await running.stop() == EXIT_STOPPED
+    (path,) = folder.iterdir()
+    with path.open() as lines:
+        trace = trace_file.read(lines)
+    num_equal, difference = replay(trace)
+    assert difference is None
+    assert num_equal == len(trace.rounds) > 10
+    assert asked[0].reply_to.hex() not in path.read_text()
 
 
 def _get(url: str) -> str:

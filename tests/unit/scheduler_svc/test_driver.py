@@ -1,7 +1,7 @@
 """The task that owns the core, around a core that records."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
@@ -66,12 +66,18 @@ class Outside:
     def complete(self, completion: Completion) -> None:
         self.acts.append(completion)
 
+    def fed(self, events: Sequence[Event]) -> None:
+        self.acts.append(("fed", [type(event).__name__ for event in events]))
+
+    def answered(self, ready: Ready) -> None:
+        self.acts.append(("answered", len(ready.plans)))
+
     def round_done(self, ready: Ready, core_s: float) -> None:
         assert core_s >= 0
 
 
 class Rig:
-    def __init__(self, max_events: int = 4096) -> None:
+    def __init__(self, max_events: int = 4096, *, records: bool = False) -> None:
         self.core, self.outside, self.queue = FakeCore(), Outside(), EventQueue(max_events)
         self.driver = Driver(
             self.core,
@@ -80,6 +86,7 @@ class Rig:
             completions=self.outside,
             observer=self.outside,
             queue=self.queue,
+            recorder=self.outside if records else None,
         )
         self.task: asyncio.Task[None] | None = None
 
@@ -236,3 +243,18 @@ async def test_a_bug_in_the_core_ends_the_driver(rig: Rig) -> None:
     await rig.queue.put(event("bug"))
     with pytest.raises(KeyError):
         await task
+
+
+async def test_a_round_is_recorded_before_it_is_fed_and_before_it_is_acted_on() -> None:
+    rig = Rig(records=True)
+    rig.core.decide = lambda events: Ready(plans=(plan(1),))
+    task = rig.start()
+    await rig.queue.put(event("bug"))
+    with pytest.raises(KeyError):
+        await task
+    assert rig.outside.acts == [
+        ("fed", ["BecameLeader"]),
+        ("answered", 1),
+        ("plan", 1),
+        ("fed", ["GatewayLost"]),
+    ]
