@@ -46,6 +46,8 @@ from servicekit import logs
 
 SWEEP_S = 0.25
 RETRY_S = 0.5
+# Tokens before the output that its first pieces may need: a character is at most four bytes.
+CONTEXT_TOKENS = 6
 MAX_STRANGERS = 10_000
 
 
@@ -169,9 +171,11 @@ class Engine:
         """What one token stands for, special ones too."""
         return self._tokenizer.token_bytes(token_id)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """For one run of tokens."""
-        return self._tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> Detokenizer:
+        """For one run of tokens that follows the tokens `after`."""
+        return self._tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, after=after)
 
     async def drain(self, grace_s: float) -> None:
         """No new requests; the live ones get grace_s, then an explicit end."""
@@ -269,8 +273,10 @@ class Engine:
             cache_salt=checked.cache_salt,
             traceparent=checked.traceparent,
         )
+        # A completion goes on in its prompt's text, an answer in a chat begins a text of its own.
+        context = () if checked.prompt.messages is not None else tuple(prompt[-CONTEXT_TOKENS:])
         assembler = OutputAssembler(
-            self._tokenizer.detokenizer(skip_special_tokens=skip),
+            self._tokenizer.detokenizer(skip_special_tokens=skip, after=context),
             stops=checked.stops,
             stop_token_ids=sampling.stop_token_ids,
             min_tokens=sampling.min_tokens,
@@ -278,7 +284,12 @@ class Engine:
             hidden=checked.prompt_only,
         )
         return LiveRequest(
-            queued, assembler, arrived_s, echo_text=echo_text, skip_special_tokens=skip
+            queued,
+            assembler,
+            arrived_s,
+            echo_text=echo_text,
+            skip_special_tokens=skip,
+            context=context,
         )
 
     async def _admit(self, lives: Sequence[LiveRequest]) -> None:

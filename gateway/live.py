@@ -50,6 +50,7 @@ class LiveRequest:
         *,
         echo_text: str | None = None,
         skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
     ) -> None:
         self.queued = queued
         self.request_id = queued.request_id
@@ -57,6 +58,7 @@ class LiveRequest:
         self.assembler = assembler
         self.echo_text = echo_text
         self.skip_special_tokens = skip_special_tokens
+        self.context = context
         self.wants_logprobs = queued.sampling.num_logprobs is not None
         self.admission: Admission | None = None
         self.link: WorkerLink | None = None

@@ -82,5 +82,7 @@ class TokenizerPort(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, special ones too; half a character may be among it."""
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for one run of tokens."""
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A detokenizer for one run of tokens that follows the tokens `after`."""

@@ -152,13 +152,15 @@ class HfTokenizer:
             return self._added[token_id].content.encode()
         return _piece_bytes(self._tokenizer.id_to_token(token_id) or "")
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for one run of tokens."""
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A detokenizer for one run of tokens that follows the tokens `after`."""
         table = self._token_bytes if skip_special_tokens else self._all_bytes
         if table is not None:
             return ByteDetokenizer(table)
         return WindowDetokenizer(
-            lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens)
+            lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), after
         )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -49,14 +49,15 @@ class WindowDetokenizer:
         ids   ... a b c | d e | f        [prefix:read] gave text already, [read:] is pending
                     prefix    read
 
-    The window keeps the context that decoders need at a piece's start (spaces of word pieces).
+    The window keeps the context that decoders need at a piece's start (spaces of word pieces);
+    `after` are the tokens before the first one, whose text is not given.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], after: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window: list[int] = []
-        self._num_read = 0
-        self._given = 0
+        self._window = list(after)
+        self._num_read = len(after)
+        self._given = len(decode(self._window)) if after else 0
 
     def push(self, token: int) -> str:
         """The text that is certain once `token` is known."""

@@ -199,6 +199,7 @@ class Answer(Response):
         return CompletionLogprobs(
             self._engine.token_bytes,
             partial(self._engine.detokenizer, skip_special_tokens=skip),
+            self._engine.detokenizer(skip_special_tokens=skip, after=live.context),
         )
 
 

@@ -54,21 +54,22 @@ class ChatLogprobs:
 class CompletionLogprobs:
     """Of completions: columns. The token itself stands among its top ones, as clients expect."""
 
-    def __init__(self, token_bytes: TokenBytes, detokenizer: Callable[[], Detokenizer]) -> None:
+    def __init__(
+        self, token_bytes: TokenBytes, prompt: Callable[[], Detokenizer], output: Detokenizer
+    ) -> None:
         self._token_bytes = token_bytes
-        self._new_detokenizer = detokenizer
-        self._detokenizer = detokenizer()
+        self._prompt_detokenizer = prompt
+        self._output_detokenizer = output
         self._offset = 0
 
     def prompt(
         self, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], text: str
     ) -> dict[str, Any]:
         """Those of an echoed prompt, whose first token has none."""
-        columns = self._columns()
-        self._add(columns, prompt[0], None)
+        columns, detokenizer = self._columns(), self._prompt_detokenizer()
+        self._add(columns, detokenizer, prompt[0], None)
         for entry in logprobs:
-            self._add(columns, entry.token_id, entry)
-        self._detokenizer = self._new_detokenizer()
+            self._add(columns, detokenizer, entry.token_id, entry)
         self._offset = len(text)
         return columns
 
@@ -76,7 +77,7 @@ class CompletionLogprobs:
         """Those of more output."""
         columns = self._columns()
         for entry in logprobs:
-            self._add(columns, entry.token_id, entry)
+            self._add(columns, self._output_detokenizer, entry.token_id, entry)
         return columns
 
     @staticmethod
@@ -84,10 +85,14 @@ class CompletionLogprobs:
         return {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
 
     def _add(
-        self, columns: dict[str, list[Any]], token_id: int, entry: TokenLogprob | None
+        self,
+        columns: dict[str, list[Any]],
+        detokenizer: Detokenizer,
+        token_id: int,
+        entry: TokenLogprob | None,
     ) -> None:
         columns["text_offset"].append(self._offset)
-        self._offset += len(self._detokenizer.push(token_id))
+        self._offset += len(detokenizer.push(token_id))
         text = token_text(self._token_bytes(token_id))
         columns["tokens"].append(text)
         columns["token_logprobs"].append(None if entry is None else entry.logprob)

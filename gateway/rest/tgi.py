@@ -232,7 +232,7 @@ class TgiRoutes:
         raw = body.to_raw(stream=stream, tenant=caller.tenant, client_id=caller.client_id)
         live = await self._engine.submit(replace(raw, traceparent=caller.traceparent))
         eos = self._engine.model.eos_token_ids
-        framer = TgiFramer(body, live, eos, self._engine.detokenizer())
+        framer = TgiFramer(body, live, eos, self._engine.detokenizer(after=live.context))
         if stream:
             return EventAnswer(
                 self._engine,

@@ -131,7 +131,9 @@ class FakeTokenizer:
         """Of the character; 255 is half of one."""
         return b"\xc3" if token_id == 255 else FakeDetokenizer(False).push(token_id).encode()
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> FakeDetokenizer:
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> FakeDetokenizer:
         """One per run of tokens."""
         return FakeDetokenizer(skip_special_tokens)
 

@@ -81,6 +81,11 @@ def test_word_pieces_keep_their_spaces() -> None:
     ids = [0, 1, 2, 1, 0]
     window = WindowDetokenizer(tokenizer.decode)
     assert "".join(pieces_of(window, ids)) == tokenizer.decode(ids) == "hello worlds world hello"
+    for cut in range(1, len(ids)):
+        prompt, output = ids[:cut], ids[cut:]
+        after = WindowDetokenizer(tokenizer.decode, prompt)
+        whole = tokenizer.decode(prompt) + "".join(pieces_of(after, output))
+        assert whole == tokenizer.decode(ids), "output goes on in its prompt's text"
 
 
 def byte_token(byte: int) -> int:

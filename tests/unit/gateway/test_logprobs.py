@@ -18,7 +18,7 @@ def entry(text: str, *top: str, first: float = -0.5) -> TokenLogprob:
 
 def completion() -> CompletionLogprobs:
     """Over the fake tokenizer."""
-    return CompletionLogprobs(TOKENIZER.token_bytes, TOKENIZER.detokenizer)
+    return CompletionLogprobs(TOKENIZER.token_bytes, TOKENIZER.detokenizer, TOKENIZER.detokenizer())
 
 
 def test_a_chats_logprobs() -> None:
