@@ -24,21 +24,31 @@ Kept are, in this order: the tokens whose probability is at least min_p of the l
 top_k largest logits of those; the fewest of these, largest first, whose probabilities reach top_p
 of the kept mass. Equal logits rank by token id. The order is sought among the likely tokens first;
 where they do not hold the kept set, among all.
+
+On a CPU with native kernels kernels/native/sample.cpp does all that for the whole step; the numpy
+functions here are what it is held against, and what chooses without them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker import sampling_columns
 from gpu_worker.ports import SamplingSpec
+from kernels.checks import NATIVE_DTYPES
+from kernels.sampling import Sampling
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 TokenIds = npt.NDArray[np.int64]
 
+Row = sampling_columns.Row
+
+NOT_FINITE = "logits are not finite"
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 LIKELY = (1e-3, 1e-5)  # shares of the mass that tokens must have to be looked at first
 DENSE_FROM = 2048  # kept tokens from which on noise is made for the whole vocabulary at once
@@ -47,9 +57,6 @@ _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _ROUNDS = 10
-
-# Spec, output position, and prompt and output where tokens that are there already are penalized.
-Row = tuple[SamplingSpec, int, Sequence[int] | None]
 
 
 class BadLogitsError(Exception):
@@ -67,6 +74,30 @@ class Sampled:
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
     """Next tokens, one for each row. Does not change `logits`."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
+    native = _native_sample() if logits.device.type == "cpu" and len(rows) else None
+    if native is not None and logits.dtype in NATIVE_DTYPES:
+        try:
+            found = native(logits, sampling_columns.columns(rows, logits.shape[1])).tolist()
+        except Exception:
+            pass  # one row asks for what can't be: below that is its own fault alone
+        else:
+            return Sampled(
+                token_ids=tuple(None if token < 0 else token for token in found),
+                failures=tuple((at, NOT_FINITE) for at, token in enumerate(found) if token < 0),
+            )
+    return _sample_on_host(logits, rows)
+
+
+@cache
+def _native_sample() -> Callable[[torch.Tensor, Sampling], torch.Tensor] | None:
+    """The native sampler; None where there are no native kernels."""
+    from kernels.native import library, sampling
+
+    return None if library.reason_unavailable() else sampling.sample
+
+
+def _sample_on_host(logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
+    """By torch and numpy."""
     tokens: list[int | None] = [None] * len(rows)
     failures: list[tuple[int, str]] = []
     plain: list[int] = []
@@ -77,7 +108,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
     for index, token in zip(plain, _greedy(logits, plain), strict=True):
         tokens[index] = token
         if token is None:
-            failures.append((index, "logits are not finite"))
+            failures.append((index, NOT_FINITE))
     if others:
         part = logits if len(others) == len(rows) else logits[torch.tensor(others)]
         host = part.float().cpu().numpy()
@@ -109,7 +140,7 @@ def sample_row(
         _change(logits, spec, position, history)
     largest = logits.max()
     if not np.isfinite(largest):
-        raise BadLogitsError("logits are not finite")
+        raise BadLogitsError(NOT_FINITE)
     if spec.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     gaps = logits - largest

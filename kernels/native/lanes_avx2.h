@@ -60,6 +60,20 @@ inline Lanes where_less(Lanes x, Lanes y, Lanes yes, Lanes no) {
           _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(x.high, y.high, _CMP_LT_OQ))};
 }
 
+// Bit i: lane i of x is less than that of y.
+inline uint32_t less_bits(Lanes x, Lanes y) {
+  const int low = _mm256_movemask_ps(_mm256_cmp_ps(x.low, y.low, _CMP_LT_OQ));
+  const int high = _mm256_movemask_ps(_mm256_cmp_ps(x.high, y.high, _CMP_LT_OQ));
+  return static_cast<uint32_t>(low | high << 8);
+}
+
+// Half of each unsigned number, rounded down.
+inline Lanes halves_of(const uint32_t* from) {
+  const __m256i* parts = reinterpret_cast<const __m256i*>(from);
+  return {_mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_loadu_si256(parts), 1)),
+          _mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_loadu_si256(parts + 1), 1))};
+}
+
 inline Lanes nearest(Lanes x) {
   constexpr int kMode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.low, kMode), _mm256_round_ps(x.high, kMode)};

@@ -42,6 +42,16 @@ inline Lanes where_less(Lanes x, Lanes y, Lanes yes, Lanes no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.all, y.all, _CMP_LT_OQ), no.all, yes.all)};
 }
 
+// Bit i: lane i of x is less than that of y.
+inline uint32_t less_bits(Lanes x, Lanes y) {
+  return _mm512_cmp_ps_mask(x.all, y.all, _CMP_LT_OQ);
+}
+
+// Half of each unsigned number, rounded down.
+inline Lanes halves_of(const uint32_t* from) {
+  return {_mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_loadu_si512(from), 1))};
+}
+
 inline Lanes nearest(Lanes x) {
   return {_mm512_roundscale_ps(x.all, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }

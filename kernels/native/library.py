@@ -64,6 +64,18 @@ class LinearCall(ctypes.Structure):
     )
 
 
+class SampleCall(ctypes.Structure):
+    """sample.cpp: SampleCall."""
+
+    _fields_ = _fields(
+        (_ADDRESS, "tokens logits"),
+        (_INT, "rows vocabulary logits_row is_bf16"),
+        (_ADDRESS, "temperature top_p min_p top_k seed position sample_index"),
+        (_ADDRESS, "bias_starts bias_tokens bias_values forbidden_starts forbidden_tokens"),
+        (_ADDRESS, "history_starts history_tokens output_starts repetition frequency presence"),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
     """The functions of one library."""
@@ -71,6 +83,7 @@ class Library:
     instruction_set: str
     attention: Any
     linear: Any
+    sample: Any
     rotary_store: Any
     store_kv: Any
     rms_norm: Any
@@ -114,6 +127,7 @@ def load(instruction_set: str = "") -> Library:
         instruction_set=name,
         attention=_function(long.quire_attention, [ctypes.POINTER(AttentionCall)]),
         linear=_function(long.quire_linear, [ctypes.POINTER(LinearCall)]),
+        sample=_function(long.quire_sample, [ctypes.POINTER(SampleCall)]),
         rotary_store=_function(short.quire_rotary_store, [ctypes.POINTER(RotaryCall)]),
         store_kv=_function(short.quire_store_kv, store),
         rms_norm=_function(short.quire_rms_norm, norm, None),

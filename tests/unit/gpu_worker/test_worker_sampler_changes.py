@@ -164,6 +164,7 @@ def test_plain_greedy_rows_never_leave_the_device(
 ) -> None:
     rows: list[sampler.Row] = [(SamplingSpec(max_tokens=9), 0, None)] * num_plain
     monkeypatch.setattr(sampler, "sample_row", None)
+    monkeypatch.setattr(sampler, "_native_sample", lambda: None)
     assert len(sampler.sample(torch.zeros(num_plain, 9), rows).token_ids) == num_plain
     penalized: sampler.Row = (SamplingSpec(max_tokens=9, presence_penalty=1.0), 0, [1])
     done = sampler.sample(torch.zeros(num_plain + 1, 9), [*rows, penalized])

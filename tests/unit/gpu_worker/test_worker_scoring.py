@@ -82,7 +82,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
     folder: Path = tmp_path_factory.mktemp("llama")
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     argv = ["--model", str(folder), "--num-threads", "1", "--block-size", "4"]
-    argv += ["--num-gpu-blocks-override", "32"]
+    argv += ["--num-gpu-blocks-override", "32", "--fused", "false"]
     return load_runner(settings.load(argv, {}), structlog.get_logger())
 
 
