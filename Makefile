@@ -12,11 +12,15 @@ STUBS := --plugin=protoc-gen-mypy=.venv/bin/protoc-gen-mypy \
 	--python_out=protos/gen --grpc_python_out=protos/gen \
 	--mypy_out=quiet:protos/gen --mypy_grpc_out=quiet:protos/gen
 
+# As many processes as cores, whole files each, the slow ones first (tests/conftest.py).
+SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder
+
 export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model serve test test-model test-fast check lint fmt-check types imports proto-check \
-	proto-lint proto-breaking proto-fresh proto proto-baseline fmt bench bench-kernels bench-scheduler clean
+	proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients bench bench-kernels bench-scheduler \
+	clean
 
 help:  ## list the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -31,13 +35,13 @@ serve:  ## set up if needed, then serve: PORT=8000 GRPC_PORT=9000 WORKERS=1 MODE
 	@exec $(PYTHON) -m deploy.local.setup --then deploy.local.launcher
 
 test: setup test-model  ## all tests that need no GPU (at most 10 minutes)
-	@$(PY) -m pytest -m "not gpu" --durations=15
+	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "not gpu" --durations=15
 
 test-model: setup
 	@$(PY) -m deploy.local.model smollm2-135m
 
 test-fast: setup  ## the quick tests (at most 60 s)
-	@$(PY) -m pytest
+	@$(PY) -m pytest $(SIDE_BY_SIDE)
 
 check: lint fmt-check types imports proto-check test  ## all that CI runs
 
@@ -72,6 +76,9 @@ proto-baseline: setup  ## accept the protos as they are as the baseline
 
 fmt: setup  ## format the code
 	@$(PY) -m ruff format .
+
+clients: setup test-model  ## run other people's clients against a served model: ARGS="--only openai"
+	@$(PY) -m tests.clients.run $(ARGS)
 
 bench: setup  ## latency and throughput of serving, fcfs beside static
 	@$(PY) -m benchmarks.serving
