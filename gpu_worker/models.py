@@ -29,6 +29,7 @@ from gpu_worker.attention import (
     UnsupportedModelError,
     register,
 )
+from kernels.checks import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from gpu_worker.fused import FusedModel
@@ -374,6 +375,11 @@ def _kv_shape(name: str, calls: list[LayerCall], text: Any) -> KvShape:
     if len(shapes) != 1:
         raise UnsupportedModelError(
             f"can't serve {name}: its layers differ in (KV heads, head dim): {sorted(shapes)}"
+        )
+    if calls[0].head_dim > MAX_HEAD_DIM:
+        raise UnsupportedModelError(
+            f"can't serve {name}: its head dim {calls[0].head_dim} is over the {MAX_HEAD_DIM} that "
+            "attention takes"
         )
     by_layer = {call.layer: call for call in calls}
     windows = tuple(by_layer[layer].window for layer in range(num_layers))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 VOCABULARY = 512
-WINDOW = 24  # of Mistral, Phi-3 and Gemma's sliding layers: shorter than most contexts here
+WINDOW = 24  # of the families that have one: shorter than most contexts here
 POSITIONS = 512
 
 # Family: (query heads, KV heads): one, some and all heads share keys and values.
@@ -23,8 +23,54 @@ HEADS = {
     "gemma": (4, 1),
     "gemma2": (4, 2),
     "gemma3": (4, 2),
+    "gpt_oss": (8, 2),
+    "mixtral": (4, 2),
+    "qwen3_moe": (4, 1),
 }
 FAMILIES = tuple(HEADS)
+EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")  # computed by transformers' own experts
+
+# What makes each family another one; the layers of some differ in their window.
+_MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_TWO_OF_FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "phi3": {
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "gemma2": {
+        **_MIXED,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 5.0,  # low enough to bend most scores here
+        "final_logit_softcapping": 20.0,
+    },
+    "gemma3": {**_MIXED, "query_pre_attn_scalar": 16},
+    "gpt_oss": {
+        **_MIXED,
+        **_TWO_OF_FOUR,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": POSITIONS // 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
+    "mixtral": {"sliding_window": None, **_TWO_OF_FOUR},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+}
 
 
 def config(family: str) -> Any:
@@ -32,27 +78,11 @@ def config(family: str) -> Any:
     import transformers
 
     heads, kv_heads = HEADS[family]
-    classes = {
-        "llama": transformers.LlamaConfig,
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-        "mistral": transformers.MistralConfig,
-        "phi3": transformers.Phi3Config,
-        "gemma": transformers.GemmaConfig,
-        "gemma2": transformers.Gemma2Config,
-        "gemma3": transformers.Gemma3TextConfig,
-    }
-    special: dict[str, Any] = {"head_dim": 16} if family not in ("qwen2", "phi3") else {}
-    if family in ("mistral", "phi3", "gemma2", "gemma3"):
-        special["sliding_window"] = WINDOW
-    if family in ("gemma2", "gemma3"):
-        special["layer_types"] = ["sliding_attention", "full_attention"]
-        special["query_pre_attn_scalar"] = 16
-    if family == "phi3":
-        special["rope_parameters"] = {
-            "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5
-        }  # fmt: skip
-    return classes[family](
+    special = SPECIAL.get(family, {})
+    if family not in ("qwen2", "phi3"):  # these have no setting for it
+        special = {"head_dim": 16, **special}
+    return transformers.AutoConfig.for_model(
+        "gemma3_text" if family == "gemma3" else family,
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,

@@ -6,6 +6,7 @@ Each condition is asserted by its counter: a test that did not chunk, share or p
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,24 +20,31 @@ from tests.parity.fake_scheduler import FakeScheduler, Request
 NEW_TOKENS = 48
 PROMPT_LENS = (1, 5, 30, 64, 100, 150)
 
-pytestmark = [
-    pytest.mark.parametrize(
-        "family",
-        [
-            pytest.param(family, marks=[] if family == "llama" else pytest.mark.slow)
-            for family in families.FAMILIES
-        ],
+pytestmark = pytest.mark.timeout(120)
+
+
+def pair(family: str, backend: str) -> Any:
+    """A parameter; all but Llama's are slow."""
+    slow = family != "llama" or backend == "native alone"
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(family, backend, marks=marks + ([needs_native] * (backend != "torch")))
+
+
+# Every condition, on the way that the family is served.
+SERVED = [pair(family, "native") for family in families.FAMILIES if family not in families.EXPERTS]
+SERVED += [pair(family, "torch") for family in ("llama", "mistral")]
+# The conditions that reach most, on the other ways too. Without a lean forward, both native ones
+# are the same.
+EVERY = [
+    *SERVED,
+    *(pair(family, "torch") for family in families.FAMILIES if family not in ("llama", "mistral")),
+    *(
+        pair(family, "native" if family in families.EXPERTS else "native alone")
+        for family in families.FAMILIES
     ),
-    pytest.mark.parametrize(
-        "backend",
-        [
-            pytest.param("native", marks=needs_native),
-            pytest.param("native alone", marks=[needs_native, pytest.mark.slow]),
-            "torch",
-        ],
-    ),
-    pytest.mark.timeout(120),
 ]
+served = pytest.mark.parametrize(("family", "backend"), SERVED)
+every = pytest.mark.parametrize(("family", "backend"), EVERY)
 
 
 def make_requests(seed: int = 3, shared: int = 0) -> list[Request]:
@@ -61,6 +69,7 @@ def run(scheduler: FakeScheduler, model: Small, requests: list[Request]) -> Pari
     return parity
 
 
+@served
 def test_alone(family: str, backend: str, small: Callable[..., Small]) -> None:
     model = small(family, backend)
     scheduler = FakeScheduler(model.runners[:1], max_rows=1)
@@ -71,6 +80,7 @@ def test_alone(family: str, backend: str, small: Callable[..., Small]) -> None:
         assert len(set(request.output)) >= 20
 
 
+@served
 def test_equal_to_generate(family: str, backend: str, small: Callable[..., Small]) -> None:
     model = small(family, backend)
     requests = make_requests(seed=4)
@@ -83,17 +93,27 @@ def test_equal_to_generate(family: str, backend: str, small: Callable[..., Small
         assert generated[0, len(request.prompt) :].tolist() == request.output
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_in_mixed_batches(
+@every
+def test_chunks_in_mixed_batches(family: str, backend: str, small: Callable[..., Small]) -> None:
+    check_chunks(7, small(family, backend))
+
+
+@served
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_the_shortest_and_longest_chunks(
     family: str, backend: str, chunk: int, small: Callable[..., Small]
 ) -> None:
-    model = small(family, backend)
+    check_chunks(chunk, small(family, backend))
+
+
+def check_chunks(chunk: int, model: Small) -> None:
     scheduler = FakeScheduler(model.runners[:1], chunk=chunk, budget=64)
     run(scheduler, model, make_requests())
     assert scheduler.num_chunks >= sum(-(-length // chunk) - 1 for length in PROMPT_LENS) > 0
     assert scheduler.num_mixed_steps > 0
 
 
+@served
 def test_prefix_hits(family: str, backend: str, small: Callable[..., Small]) -> None:
     model = small(family, backend)
     scheduler = FakeScheduler(model.runners[:1], share_prefixes=True, budget=64)
@@ -104,17 +124,28 @@ def test_prefix_hits(family: str, backend: str, small: Callable[..., Small]) -> 
     assert scheduler.num_cached_tokens >= 300
 
 
-@pytest.mark.parametrize("share_prefixes", [False, True])
-def test_preemption(
-    family: str, backend: str, share_prefixes: bool, small: Callable[..., Small]
+@served
+def test_preemption(family: str, backend: str, small: Callable[..., Small]) -> None:
+    scheduler = check_preemption(small(family, backend), share_prefixes=False)
+    assert scheduler.num_cached_tokens == 0
+
+
+@every
+def test_preemption_with_prefix_hits(
+    family: str, backend: str, small: Callable[..., Small]
 ) -> None:
-    model = small(family, backend)
+    scheduler = check_preemption(small(family, backend), share_prefixes=True)
+    assert scheduler.num_cached_tokens > 0
+
+
+def check_preemption(model: Small, *, share_prefixes: bool) -> FakeScheduler:
     scheduler = FakeScheduler([model.cramped], share_prefixes=share_prefixes)
     run(scheduler, model, make_requests())
     assert scheduler.num_preemptions > 0
-    assert (scheduler.num_cached_tokens > 0) == share_prefixes
+    return scheduler
 
 
+@served
 def test_two_workers(family: str, backend: str, small: Callable[..., Small]) -> None:
     """Half of the requests start on each; all move to the other one midway."""
     model = small(family, backend)

@@ -122,6 +122,12 @@ def test_the_probe_finds_the_shape_of_keys_and_values(name: str, changes: dict[s
     assert loaded.kv_shape.windows == tuple(8 if s else 0 for s in (sliding or [False, False]))
 
 
+def test_heads_that_no_kernel_takes_are_refused() -> None:
+    module = build(small(transformers.GemmaConfig, head_dim=512))
+    with pytest.raises(UnsupportedModelError, match="gemma: its head dim 512 is over the 256"):
+        models.wrap(module, CPU)
+
+
 class ParallelBias(torch.nn.Module):
     """An attention layer around which state flows."""
 
