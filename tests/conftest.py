@@ -1,4 +1,4 @@
-"""What all tests share: the option that rewrites recorded files."""
+"""What all tests share: the option that rewrites recorded files, and the order of a run."""
 
 import pytest
 
@@ -8,6 +8,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite", action="store_true", help="write golden traces and generated pages anew"
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first: of several processes none is left with a slow one at the end."""
+    slowness: dict[object, int] = {}
+    for item in items:
+        is_slow = item.get_closest_marker("e2e") or item.get_closest_marker("slow")
+        slowness[item.path] = slowness.get(item.path, 0) or int(is_slow is not None)
+    items.sort(key=lambda item: -slowness[item.path])
 
 
 @pytest.fixture

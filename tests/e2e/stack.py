@@ -21,6 +21,7 @@ from benchmarks.client import Answer, Client, Exchange
 from benchmarks.stack import ROOT, START_S, Metrics, Stack, StackError, fetch, wait_for
 from benchmarks.workload import Job
 from servicekit import redis_keys
+from tests.threads import IS_PARALLEL
 
 IDLE_S = 60.0
 SCHEDULER_IDLE = (
@@ -210,6 +211,7 @@ class LauncherStack:
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos' / 'gen'}",
             "PORT": "0",
             "GRPC_PORT": "0",
+            **({"QUIRE_NUM_THREADS": "1"} if IS_PARALLEL else {}),
             **settings,
         }
         self._popen: subprocess.Popen[bytes] | None = None

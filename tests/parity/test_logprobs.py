@@ -17,6 +17,7 @@ from tests.parity import families
 from tests.parity.comparing import runner_of
 from tests.parity.conftest import Small
 from tests.parity.whole import Stream, Whole
+from tests.threads import NUM_THREADS
 
 WITHIN = 1e-4
 NEW_TOKENS = 24
@@ -207,9 +208,13 @@ def test_penalties_survive_a_move(small: Callable[[str], Small]) -> None:
 def test_the_real_model() -> None:
     """A few hundred tokens of prompt at once and in chunks, in fp32."""
     folder = real_model_dir()
-    torch.set_num_threads(2)
+    torch.set_num_threads(NUM_THREADS)
     runner = runner_of(
-        folder, block_size=16, num_gpu_blocks_override=200, max_model_len=1024, num_threads=2
+        folder,
+        block_size=16,
+        num_gpu_blocks_override=200,
+        max_model_len=1024,
+        num_threads=NUM_THREADS,
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = "Tide tables are computed from harmonic constituents; ice floats, and rain may fall. "

@@ -15,6 +15,7 @@ from tests.kernels.native import needs_native
 from tests.model_cache import real_model_dir
 from tests.parity.comparing import compare, recorded_logits, runner_of
 from tests.parity.fake_scheduler import FakeScheduler, Request
+from tests.threads import NUM_THREADS
 
 NEW_TOKENS = 64
 LONG_LENS = (520, 700, 1000, 1400, 2000)
@@ -58,7 +59,7 @@ def prompts(folder: Path) -> list[tuple[int, ...]]:
 
 def test_thirty_prompts(record_property: Callable[[str, object], None]) -> None:
     folder = real_model_dir()
-    torch.set_num_threads(2)
+    torch.set_num_threads(NUM_THREADS)
     requests = [
         Request(number, prompt, NEW_TOKENS)
         for number, prompt in enumerate(reversed(prompts(folder)))
@@ -66,7 +67,11 @@ def test_thirty_prompts(record_property: Callable[[str, object], None]) -> None:
     assert len(requests) == 30
     assert sum(len(request.prompt) > 512 for request in requests) == 5
     runner = runner_of(
-        folder, block_size=16, num_gpu_blocks_override=260, max_model_len=2100, num_threads=2
+        folder,
+        block_size=16,
+        num_gpu_blocks_override=260,
+        max_model_len=2100,
+        num_threads=NUM_THREADS,
     )
     scheduler = FakeScheduler([runner], chunk=256, budget=256, max_rows=16, share_prefixes=True)
     with recorded_logits() as recording:
@@ -89,14 +94,14 @@ def test_thirty_prompts(record_property: Callable[[str, object], None]) -> None:
 def test_bits_do_not_depend_on_the_batch(dtype: str) -> None:
     """QUIRE_DETERMINISTIC=1: alone, and then in chunks among others, greedy and sampled."""
     folder = real_model_dir()
-    torch.set_num_threads(2)
+    torch.set_num_threads(NUM_THREADS)
     runner = runner_of(
         folder,
         dtype=dtype,
         deterministic=True,
         block_size=16,
         num_gpu_blocks_override=260,
-        num_threads=2,
+        num_threads=NUM_THREADS,
     )
     chosen = prompts(folder)[:21:3]
     recordings, outputs = [], []
