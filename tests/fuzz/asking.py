@@ -145,9 +145,10 @@ class Asker:
         assert end is not None
         return _grpc_outcome(text, tokens, end, "".join(said))
 
-    async def post(self, post: Post, tenant: str = "alice") -> "Response":
+    async def post(self, post: Post, tenant: str = "alice", *, port: int = 0) -> Response:
         """Anything at all over HTTP, on a connection of its own."""
-        own = {"host": f"127.0.0.1:{self._port}", "connection": "close", **bearer(tenant)}
+        port = port or self._port
+        own = {"host": f"127.0.0.1:{port}", "connection": "close", **bearer(tenant)}
         if post.body or post.method == "POST":
             own["content-length"] = str(len(post.body))
         lines = [f"{name}: {value}\r\n" for name, value in {**own, **post.headers}.items()]
@@ -156,7 +157,7 @@ class Asker:
         try:
             async with asyncio.timeout(ANSWER_S):
                 loop = asyncio.get_running_loop()
-                await loop.create_connection(lambda: exchange, "127.0.0.1", self._port)
+                await loop.create_connection(lambda: exchange, "127.0.0.1", port)
                 await exchange.ended
         finally:
             exchange.hang_up()
@@ -164,7 +165,15 @@ class Asker:
 
     async def call(self, call: Call) -> tuple[grpc.StatusCode, str]:
         """Any bytes over gRPC, whatever the method; how it ended and what was said of it."""
-        stream: Any = self.channel.unary_stream(call.method)
+        return await self._call(self.channel, call)
+
+    async def call_at(self, port: int, call: Call) -> tuple[grpc.StatusCode, str]:
+        """The same on another port of this machine."""
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            return await self._call(channel, call)
+
+    async def _call(self, channel: grpc.aio.Channel, call: Call) -> tuple[grpc.StatusCode, str]:
+        stream: Any = channel.unary_stream(call.method)
         try:
             answers = stream(call.data, metadata=self.metadata, timeout=ANSWER_S)
             said = [data.decode("utf-8", "replace") async for data in answers]

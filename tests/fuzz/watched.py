@@ -113,7 +113,8 @@ def run(service: str) -> None:
     """Becomes the service."""
     log = Log(os.environ.pop("WATCH_LOG"))
     watch(log)
-    main: Callable[..., Awaitable[int]] = importlib.import_module(f"{service}.__main__").main
+    module = importlib.import_module(f"{service}.__main__")
+    main: Callable[..., Awaitable[int]] = getattr(module, "main", None) or module._main
 
     async def watched(argv: list[str], environ: dict[str, str], stop: asyncio.Event) -> int:
         meter = asyncio.get_running_loop().create_task(Meter(log).run())

@@ -161,7 +161,7 @@ class World:
         lines = [
             line
             for line in self.stack.watched(self.stack.gateway)
-            if line["what"] == "loop" and line["at"] > begin_s + 1
+            if line["what"] == "loop" and line["at"] > begin_s
         ]
         stall_ms = max((line["stall_ms"] for line in lines), default=0.0)
         over = {f"over_{ms}_ms": sum(line[f"over_{ms}_ms"] for line in lines) for ms in (20, 50)}
