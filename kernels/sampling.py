@@ -6,6 +6,7 @@ rounds to fp32 where gpu_worker.sampler does. Lists of tokens by row lie one aft
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,10 +62,22 @@ class Sampling:
     forbidden: RowTokens | None = None
     penalties: Penalties | None = None
 
+    def to(self, device: torch.device) -> "Sampling":
+        """The same on another device."""
+        return _moved(self, device)
+
     @property
     def changes_logits(self) -> bool:
         """Whether any row's logits are changed before its token is chosen."""
         return any(part is not None for part in (self.bias, self.forbidden, self.penalties))
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    if part is None:
+        return None
+    if isinstance(part, Tensor):
+        return part.to(device)
+    return type(part)(**{f.name: _moved(getattr(part, f.name), device) for f in fields(part)})
 
 
 _REALS = ("temperature", "top_p", "min_p")

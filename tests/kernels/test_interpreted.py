@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from tests.kernels import interpreted
 from tests.kernels.cases import FAULTS, Case
 from tests.kernels.mistakes import ATTENTION, STORE
-from tests.kernels.shapes import CASES, QUICK, random_cases
+from tests.kernels.random_shapes import random_cases
+from tests.kernels.shapes import CASES, QUICK
 
 # The fixture is one process for all examples, so that sharing it is meant.
 SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -12,7 +12,8 @@ from kernels.native import operators
 from tests.kernels.cases import FAULTS, Case, Tensors, build, expected, plant, worst
 from tests.kernels.mistakes import ATTENTION, STORE, message_of
 from tests.kernels.native import needs_native
-from tests.kernels.shapes import CASES, random_cases
+from tests.kernels.random_shapes import random_cases
+from tests.kernels.shapes import CASES
 from tests.kernels.storing import differs
 
 pytestmark = needs_native

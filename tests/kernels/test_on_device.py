@@ -3,42 +3,20 @@
 import pytest
 import torch
 
-from tests.kernels.cases import TOLERANCES, Case, build, expected, worst
-from tests.kernels.shapes import CASES
-from tests.kernels.storing import differs
+from tests.kernels.cases import Case, build, expected, worst
+from tests.kernels.on_device import checks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
 ]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_awkward_shapes(dtype: torch.dtype) -> None:
-    from kernels.paged_attention import paged_attention
-
-    errors = {}
-    for case in (case.at(dtype) for case in CASES):
-        tensors = build(case)
-        out = tensors.call(paged_attention, case, device="cuda")
-        errors[str(case)] = worst(out, expected(case, tensors), dtype)
-    assert {case: error for case, error in errors.items() if error > 1} == {}
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "head_dim", "block_size"), [(1, 64, 4), (37, 80, 16), (19, 256, 5)]
-)
-def test_store(num_tokens: int, head_dim: int, block_size: int) -> None:
-    from kernels.kv_store import store_kv
-
-    def on_device(*tensors: torch.Tensor) -> None:
-        moved = [t.cuda() for t in tensors]
-        store_kv(moved[0], moved[1], moved[2], moved[3], moved[4])
-        tensors[2].copy_(moved[2])
-        tensors[3].copy_(moved[3])
-
-    assert not differs(on_device, num_tokens, head_dim, block_size, 3)
+def test_all_operators() -> None:
+    """The list that the GPU script runs as much of as its time allows, whole."""
+    errors = {name: check() for name, check in checks(torch.device("cuda"), (1000, 128_256))}
+    assert {name: error for name, error in errors.items() if not error <= 1} == {}
 
 
 def test_blocks_past_two_gigabytes() -> None:

@@ -8,7 +8,8 @@ from kernels import reference
 from kernels.checks import check_runs_triton
 from tests.kernels.cases import FAULTS, TOLERANCES, Case, build, expected, plant, worst
 from tests.kernels.mistakes import ATTENTION, STORE, message_of
-from tests.kernels.shapes import CASES, random_cases
+from tests.kernels.random_shapes import random_cases
+from tests.kernels.shapes import CASES
 from tests.kernels.storing import differs
 
 
