@@ -43,8 +43,8 @@ struct Scratch {
     scores.resize(rows * kSpan);
     for (auto* of : {&acc, &span_acc}) of->resize(rows * wide);
     for (auto* of : {&sums, &span_sums}) of->resize(2 * rows);
-    keys.resize(kSpan);
-    values.resize(kSpan);
+    keys.resize(kSpan + kLanes);  // one group and one stretch more than there are: for prefetches
+    values.resize(kSpan + kStretch);
     zeros.assign(dim, 0.0f);
     if (dim != wide) padded.resize(kSpan * wide);
   }
@@ -55,11 +55,17 @@ inline __m256 load8(const bf16* from) {
   return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
-// out[d][i] = rows[i][d] for sixteen rows.
+// out[d][i] = rows[i][d] for sixteen rows. The sixteen behind them are asked for meanwhile, a few
+// lines at a time: many at once would hold up everything else.
 template <class T>
 void as_columns(const void* const* rows, int64_t dim, float* out) {
   int64_t d = 0;
   for (; d + 8 <= dim; d += 8) {
+    constexpr int64_t kPerLine = 64 / sizeof(T), steps = kPerLine / 8;
+    const int64_t part = d / 8 % steps;
+    for (int64_t i = part * kLanes / steps; i < (part + 1) * kLanes / steps; i++) {
+      __builtin_prefetch(static_cast<const T*>(rows[kLanes + i]) + d / kPerLine * kPerLine);
+    }
     for (int64_t half = 0; half < kLanes; half += 8) {
       __m256 r[8], pairs[8];
       for (int i = 0; i < 8; i++) r[i] = load8(static_cast<const T*>(rows[half + i]) + d);
@@ -107,7 +113,8 @@ void score(const float* q, int64_t dim, const float* columns, float scale, float
   }
 }
 
-// acc[r][..] += p[r][n] v[n][d ..] for R rows, W vectors, keys begin .. end in order.
+// acc[r][..] += p[r][n] v[n][d ..] for R rows, W vectors, keys begin .. end in order. What the next
+// stretch needs is asked for.
 template <int R, int W, class T>
 void weigh(float* acc, int64_t wide, const float* p, const void* const* values, int64_t d,
            int64_t begin, int64_t end) {
@@ -117,6 +124,8 @@ void weigh(float* acc, int64_t wide, const float* p, const void* const* values, 
   }
   for (int64_t n = begin; n < end; n++) {
     const T* from = static_cast<const T*>(values[n]) + d;
+    const T* later = static_cast<const T*>(values[n + kStretch]) + d;
+    for (int64_t i = 0; i < W * kLanes; i += 64 / sizeof(T)) __builtin_prefetch(later + i);
     Lanes v[W];
     for (int w = 0; w < W; w++) v[w] = load(from + w * kLanes);
     for (int r = 0; r < R; r++) {
@@ -166,14 +175,16 @@ inline void fetch(const void* row, int64_t dim) {
   }
 }
 
-// Where the span's keys and values stand; keys outside begin .. end are a row of zeros.
+// Where the span's keys and values stand; outside begin .. end a row of zeros stands for them, also
+// behind the last ones, where only prefetches look.
 template <class T>
 void locate(const AttentionCall& call, int64_t row, int64_t kv_head, int64_t base, int64_t from,
             int64_t to, int64_t begin, int64_t end, Scratch& scratch) {
   const int32_t* table = call.tables + row * call.table_stride;
   const T* k_head = static_cast<const T*>(call.k_cache) + kv_head * call.cache_head;
   const T* v_head = static_cast<const T*>(call.v_cache) + kv_head * call.cache_head;
-  for (int64_t n = from; n < to; n++) scratch.keys[n] = scratch.zeros.data();
+  for (int64_t n = from; n < to + kLanes; n++) scratch.keys[n] = scratch.zeros.data();
+  for (int64_t n = end; n < end + kStretch; n++) scratch.values[n] = scratch.zeros.data();
   for (int64_t n = begin; n < end;) {
     const int64_t key = base + n, slot = key % call.block_size;
     const int64_t block = table[key / call.block_size];
@@ -191,9 +202,6 @@ void weigh_tile(const Tile& tile, const AttentionCall& call, int64_t wide, int64
                 int64_t begin, int64_t end, Scratch& scratch, float* acc) {
   for (int64_t near = begin / kStretch * kStretch; near < end; near += kStretch) {
     const int64_t near_end = std::min(near + kStretch, end);
-    for (int64_t n = near_end; n < std::min(near_end + kStretch, end); n++) {
-      fetch<T>(scratch.values[n], call.dim);
-    }
     for (int64_t m = 0; m < tile.rows;) {
       const int64_t r = std::min<int64_t>(6, tile.rows - m);
       int64_t first = std::max(near, begin);
@@ -241,9 +249,6 @@ void attend_span(const AttentionCall& call, int64_t row, int64_t kv_head, const 
   locate<T>(call, row, kv_head, base, from, to, begin, end, scratch);
 
   for (int64_t n = from; n < to; n += kLanes) {
-    for (int64_t next = n + kLanes; next < std::min(n + 2 * kLanes, end); next++) {
-      fetch<T>(scratch.keys[next], call.dim);
-    }
     as_columns<T>(scratch.keys.data() + n, call.dim, scratch.columns.data());
     for (int64_t m = 0; m < tile.rows; m += 6) {
       score_rows(tile.rows - m, scratch.q.data() + m * call.dim, call.dim, scratch.columns.data(),
