@@ -14,7 +14,7 @@ from gateway.adapters.tokenizer_hf import HfTokenizer, ModelFilesError, load_mod
 from gateway.adapters.tokens_grpc import TokensFleet
 from gateway.core.keys import KeysError
 from gateway.core.types import ModelInfo
-from gateway.engine import Engine, EngineConfig
+from gateway.engine import Engine, EngineConfig, equally
 from gateway.grpc_auth import KeyInterceptor, tenant
 from gateway.grpc_messages import CheckedMessages
 from gateway.grpc_service import SERVICE_NAME, InferenceService
@@ -78,6 +78,7 @@ class Gateway:
             fleet=self.fleet,
             tokenizer=tokenizer,
             metrics=GatewayMetrics(registry, model.name),
+            weight_of=(lambda name: keys.current().weight(name)) if keys is not None else equally,
         )
         self.rest = RestServer(
             Rest(

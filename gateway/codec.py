@@ -59,6 +59,8 @@ def encode_request(request: QueuedRequest, gateway_id: str, reply_to: bytes) -> 
         priority=request.priority,
         cache_salt=request.cache_salt,
         traceparent=request.traceparent,
+        tenant=request.tenant,
+        tenant_weight=request.tenant_weight,
     )
     return queue_pb2.QueueEntry(request=queued).SerializeToString()
 

@@ -10,7 +10,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gateway.core import validation
@@ -60,6 +60,11 @@ class EngineConfig:
     stream_buffer_tokens: int
 
 
+def equally(_: str) -> float:
+    """The share of a tenant where there are no keys."""
+    return 1.0
+
+
 class Engine:
     """See the module's docstring. `run` must be running."""
 
@@ -72,6 +77,7 @@ class Engine:
         fleet: Fleet,
         tokenizer: TokenizerPort,
         metrics: GatewayMetrics,
+        weight_of: Callable[[str], float] = equally,
     ) -> None:
         self.model = model
         self.draining = False
@@ -79,6 +85,7 @@ class Engine:
         self._queue = queue
         self._fleet = fleet
         self._tokenizer = tokenizer
+        self._weight_of = weight_of
         self._live: dict[RequestId, LiveRequest] = {}
         self._strangers: dict[RequestId, float] = {}
         self._idle = asyncio.Event()
@@ -272,6 +279,8 @@ class Engine:
             life_ms=min(life_ms, checked.deadline_ms or life_ms),
             cache_salt=checked.cache_salt,
             traceparent=checked.traceparent,
+            tenant=checked.tenant,
+            tenant_weight=self._weight_of(checked.tenant),
         )
         # A completion goes on in its prompt's text, an answer in a chat begins a text of its own.
         context = () if checked.prompt.messages is not None else tuple(prompt[-CONTEXT_TOKENS:])

@@ -49,9 +49,16 @@ class KeyRing:
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = tuple(keys)
+        self._weights: dict[str, int] = {}
+        for key in keys:
+            self._weights[key.tenant] = max(key.weight, self._weights.get(key.tenant, 0))
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def weight(self, tenant: str) -> float:
+        """The largest weight among the tenant's keys; 1 for one that has none any more."""
+        return float(self._weights.get(tenant, 1))
 
     def owner(self, authorization: Sequence[bytes]) -> ApiKey:
         """The key in the one Authorization value there must be. Raises UnauthorizedError."""

@@ -59,6 +59,8 @@ class QueuedRequest:
     life_ms: int
     cache_salt: bytes = b""
     traceparent: str = ""
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,6 +151,7 @@ class CheckedRequest:
     priority: int
     deadline_ms: int | None
     cache_salt: bytes
+    tenant: str
     traceparent: str
 
 
@@ -237,6 +238,7 @@ def check(raw: RawRequest, model: ModelInfo) -> CheckedRequest:
         priority=priority,
         deadline_ms=raw.deadline_ms,
         cache_salt=cache_partition(raw.tenant, raw.cache_salt or ""),
+        tenant=raw.tenant,
         traceparent=valid_traceparent(raw.traceparent),
     )
 

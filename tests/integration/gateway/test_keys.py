@@ -57,6 +57,8 @@ async def test_both_ports_ask_for_keys_and_follow_the_file(
             for i, key in enumerate((ALICE, BOB, ALICE))
         ]
         assert salts[0] == salts[2] != salts[1]
+        shares = [(r.tenant, r.tenant_weight) for r in world.scheduler.requests]
+        assert shares == [("alice", 1.0), ("bob", 2.0), ("alice", 1.0)]
         async with grpc_server.channel(f"127.0.0.1:{world.gateway.ports['grpc']}") as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
             other: Any = open_inference_pb2_grpc.GRPCInferenceServiceStub(channel)

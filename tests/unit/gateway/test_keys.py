@@ -37,9 +37,10 @@ def test_a_file_with_tenants_weights_and_comments() -> None:
         "",
         f"alice:{digest_of(ALICE)}",
         f"  bob:{digest_of(BOB).upper()}:7  ",
-        f"alice:{digest_of('sk-alice-new')}",
+        f"alice:{digest_of('sk-alice-new')}:3",
     )
     assert len(ring) == 3
+    assert [ring.weight(tenant) for tenant in ("alice", "bob", "gone")] == [3.0, 7.0, 1.0]
     assert ring.owner(bearer(ALICE)).tenant == "alice"
     assert ring.owner(bearer("sk-alice-new")).tenant == "alice"
     bob = ring.owner([b"bEaReR  sk-bob-secret "])
