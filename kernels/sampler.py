@@ -75,6 +75,7 @@ def _changed(logits: Tensor, sampling: Sampling) -> Tensor:
             None if forbidden is None else forbidden.starts,
             None if forbidden is None else forbidden.tokens,
             changed.stride(0),
+            VOCAB=changed.shape[1],
             BLOCK=LIST_BLOCK,
             HAS_BIAS=bias is not None,
             HAS_FORBIDDEN=forbidden is not None,
@@ -94,6 +95,7 @@ def _penalize(logits: Tensor, penalties: Penalties) -> None:
         penalties.history.tokens,
         penalties.output_starts,
         counts.stride(0),
+        VOCAB=vocabulary,
         BLOCK=LIST_BLOCK,
         num_warps=4,
     )

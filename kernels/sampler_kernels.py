@@ -199,10 +199,11 @@ def change_tokens_kernel(
     bias_starts, bias_tokens, bias_values,  # or None
     forbidden_starts, forbidden_tokens,  # or None
     stride,
-    BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FORBIDDEN: tl.constexpr,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_FORBIDDEN: tl.constexpr,
 ):
     # fmt: on
-    """Adds the biases, then forbids. Grid: (R,)."""
+    """Adds the biases, then forbids; tokens outside the vocabulary change nothing. Grid: (R,)."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     if HAS_BIAS:
@@ -211,8 +212,9 @@ def change_tokens_kernel(
             entry = first + tl.arange(0, BLOCK)
             token = tl.load(bias_tokens + entry, mask=entry < end, other=0)
             value = tl.load(bias_values + entry, mask=entry < end, other=0.0).to(tl.float32)
-            logit = tl.load(row + token, mask=entry < end, other=0.0)
-            tl.store(row + token, logit + value, mask=entry < end)
+            inside = (entry < end) & (token >= 0) & (token < VOCAB)
+            logit = tl.load(row + token, mask=inside, other=0.0)
+            tl.store(row + token, logit + value, mask=inside)
     if HAS_FORBIDDEN:
         tl.debug_barrier()
         end = tl.load(forbidden_starts + index + 1)
@@ -220,7 +222,7 @@ def change_tokens_kernel(
             entry = first + tl.arange(0, BLOCK)
             token = tl.load(forbidden_tokens + entry, mask=entry < end, other=0)
             none = tl.full([BLOCK], float("-inf"), tl.float32)
-            tl.store(row + token, none, mask=entry < end)
+            tl.store(row + token, none, mask=(entry < end) & (token >= 0) & (token < VOCAB))
 
 
 # fmt: off
@@ -229,10 +231,13 @@ def count_kernel(
     counts,  # [R, vocabulary] int32, zeros: output tokens, and IN_PROMPT
     starts, tokens, output_starts,
     stride,
-    BLOCK: tl.constexpr,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """Grid: (R,). Whole numbers: the order of the atomic operations does not matter."""
+    """Grid: (R,). Whole numbers: the order of the atomic operations does not matter.
+
+    Tokens outside the vocabulary are not counted.
+    """
     index = tl.program_id(0).to(tl.int64)
     row = counts + index * stride
     end = tl.load(starts + index + 1)
@@ -241,9 +246,10 @@ def count_kernel(
         entry = first + tl.arange(0, BLOCK)
         token = tl.load(tokens + entry, mask=entry < end, other=0)
         one = tl.full([BLOCK], 1, tl.int32)
-        in_output = (entry < end) & (entry >= output_start)
+        inside = (entry < end) & (token >= 0) & (token < VOCAB)
+        in_output = inside & (entry >= output_start)
         tl.atomic_add(row + token, one, mask=in_output)
-        in_prompt = (entry < end) & (entry < output_start)
+        in_prompt = inside & (entry < output_start)
         tl.atomic_or(row + token, one * IN_PROMPT, mask=in_prompt)
 
 

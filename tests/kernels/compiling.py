@@ -268,7 +268,7 @@ def sampling(dtype: torch.dtype) -> Iterator[Variant]:
     """Of the sampler; logits that were changed are fp32."""
     over = {"VOCAB": VOCABULARY, "BLOCK": tiles.VOCABULARY_BLOCK}
     warps = tiles.VOCABULARY_WARPS
-    lists = {"BLOCK": LIST_BLOCK}
+    lists = {"VOCAB": VOCABULARY, "BLOCK": LIST_BLOCK}
     for name, kernel, constants, num_warps in (
         ("sample", sampler_kernels.sample_kernel, over, warps),
         ("logprobs", logprobs_kernel, {**over, "NUM_TOP": 20}, warps),

@@ -80,6 +80,36 @@ def strange() -> dict[str, list[int]]:
     return found
 
 
+def outside() -> bool:
+    """True when tokens outside the vocabulary change nothing, not even another row."""
+    from kernels.sampler import sample
+
+    plain = random_rows(3, 300, 1, changed=False)
+    logits = random_logits("plain", 3, 300, 1)
+    far = (300, 301, 599, -1, -300)
+    rows = [
+        replace(
+            row,
+            history=far,
+            position=2,
+            spec=replace(
+                row.spec,
+                repetition_penalty=5.0,
+                presence_penalty=9.0,
+                logit_bias=tuple((token, 100.0) for token in far),
+                stop_token_ids=(5,),
+                min_tokens=3,
+            ),
+        )
+        for row in plain
+    ]
+    given = tensors(rows, 300)
+    assert given.forbidden is not None
+    moved = replace(given.forbidden, tokens=torch.tensor([300, 599, -1]))
+    without = replace(given, bias=None, forbidden=None, penalties=None)
+    return torch.equal(sample(logits, replace(given, forbidden=moved)), sample(logits, without))
+
+
 def strided() -> bool:
     """True when rows of a wider tensor, half as far apart in memory as they are long, agree."""
     from kernels.sampler import sample

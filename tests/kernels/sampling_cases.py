@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gpu_worker.ports import SamplingSpec
 from gpu_worker.sampler import BadLogitsError, sample_row
-from kernels.sampling import LogitBias, Penalties, RowTokens, Sampling
+from gpu_worker.sampling_columns import columns
+from kernels.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,59 +26,9 @@ class Row:
     history: tuple[int, ...] = ()
 
 
-def ragged(parts: Sequence[Sequence[int]]) -> RowTokens:
-    """Lists one after the other."""
-    starts = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
-    return RowTokens(starts=starts, tokens=torch.tensor([t for p in parts for t in p]).long())
-
-
 def tensors(rows: Sequence[Row], vocabulary: int) -> Sampling:
     """The arguments of the kernels; what no row asks for is None."""
-    specs = [row.spec for row in rows]
-
-    def real(name: str) -> Tensor:
-        return torch.tensor([getattr(spec, name) for spec in specs], dtype=torch.float64)
-
-    def whole(numbers: Sequence[int]) -> Tensor:
-        return torch.from_numpy(np.array(numbers, dtype=np.uint64).view(np.int64))
-
-    forbidden = [
-        [t for t in row.spec.stop_token_ids if 0 <= t < vocabulary]
-        if row.position < row.spec.min_tokens
-        else []
-        for row in rows
-    ]
-    penalties = None
-    if any(spec.penalizes for spec in specs):
-        history = ragged([row.history if row.spec.penalizes else () for row in rows])
-        output = [row.position if row.spec.penalizes else 0 for row in rows]
-        penalties = Penalties(
-            repetition=real("repetition_penalty"),
-            frequency=real("frequency_penalty"),
-            presence=real("presence_penalty"),
-            history=history,
-            output_starts=history.starts[1:] - torch.tensor(output),
-        )
-    bias = None
-    if any(spec.logit_bias for spec in specs):
-        bias = LogitBias(
-            where=ragged([[token for token, _ in spec.logit_bias] for spec in specs]),
-            values=torch.tensor(
-                [value for spec in specs for _, value in spec.logit_bias], dtype=torch.float64
-            ),
-        )
-    return Sampling(
-        temperature=real("temperature"),
-        top_p=real("top_p"),
-        min_p=real("min_p"),
-        top_k=whole([spec.top_k for spec in specs]),
-        seed=whole([spec.seed for spec in specs]),
-        position=whole([row.position for row in rows]),
-        sample_index=whole([spec.sample_index for spec in specs]),
-        bias=bias,
-        forbidden=ragged(forbidden) if any(forbidden) else None,
-        penalties=penalties,
-    )
+    return columns([(row.spec, row.position, row.history) for row in rows], vocabulary)
 
 
 def on_host(logits: Tensor, rows: Sequence[Row]) -> list[int]:

@@ -45,6 +45,10 @@ def test_rows_that_choose_nothing(interpreter: ProcessPoolExecutor) -> None:
     assert found["unscored"] == [0, 1, 2, 4]
 
 
+def test_tokens_outside_the_vocabulary_change_nothing(interpreter: ProcessPoolExecutor) -> None:
+    assert interpreter.submit(interpreted_sampling.outside).result()
+
+
 def test_rows_of_a_wider_tensor(interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(interpreted_sampling.strided).result()
 
