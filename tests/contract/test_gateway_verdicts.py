@@ -180,6 +180,8 @@ def test_a_queued_request_carries_everything() -> None:
             life_ms=5,
             cache_salt=b"salt",
             traceparent=TRACE,
+            tenant="alice",
+            tenant_weight=2.5,
         ),
         "gateway",
         b"s" * 16,
@@ -211,5 +213,7 @@ def test_a_queued_request_carries_everything() -> None:
         priority=-7,
         cache_salt=b"salt",
         traceparent=TRACE,
+        tenant="alice",
+        tenant_weight=2.5,
     )
     assert queue_pb2.QueueEntry.FromString(data) == queue_pb2.QueueEntry(request=expected)
