@@ -1,9 +1,10 @@
-"""What a step costs in the scheduler core: python -m benchmarks.scheduler.
+"""What a step costs in the scheduler: python -m benchmarks.scheduler.
 
-Planning a step and booking its result together, at 16 to 1,024 running requests with 2,000 waiting.
-Contexts are spread, so that in each step a sixteenth of the rows take a block and as many fill one.
-Times are CPU time of the thread, so that neighbours on the machine count little; a calibration loop
-is printed beside them, so that machines can be compared.
+From a worker's result as bytes to the next plan as bytes, at 16
+to 1,024 running requests with 2,000 waiting. Contexts are spread, so that in each step a sixteenth
+of the rows take a block and as many fill one, which is named and put into the prefix index. Times
+are CPU time of the thread, so that neighbours on the machine count little; a calibration loop is
+printed beside them, so that machines can be compared.
 """
 
 import argparse
@@ -14,16 +15,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from quire.v1 import worker_pb2
+
+from scheduler_svc import codec
+from scheduler_svc.adapters.loss_rules import WorkerHealth
+from scheduler_svc.adapters.worker_life import WorkerLife
 from scheduler_svc.core import CoreConfig, SchedulerCore
 from scheduler_svc.core.events import (
     BecameLeader,
     RequestArrived,
     RequestCancelled,
-    StepCompleted,
     WorkerJoined,
 )
 from scheduler_svc.core.ready import Admit, Ready
-from scheduler_svc.core.types import RequestId, SamplingSpec, WorkerCapacity, WorkerId
+from scheduler_svc.core.types import CostProfile, RequestId, SamplingSpec, WorkerCapacity, WorkerId
+from scheduler_svc.ports import StepReport
 
 BLOCK_SIZE = 16
 STEP_NS = 10_000_000
@@ -35,6 +41,7 @@ class SteadyLoad:
 
     def __init__(self, *, num_running: int, num_waiting: int, num_steps: int, churn: float) -> None:
         self.core = SchedulerCore(CoreConfig(max_inflight_steps=1))
+        self.plan_bytes: list[int] = []
         self._now_ns = 0
         self._step = 0
         self._num_arrived = 0
@@ -42,7 +49,15 @@ class SteadyLoad:
         self._churn = churn * num_running
         self._due = 0.0
         self._live: dict[int, RequestId] = {}
-        self._scheduled: set[int] = set()
+        # A worker's rows, in the order in which it got them.
+        self._scheduled: dict[int, int] = {}
+        self._life = WorkerLife(
+            worker_id=WORKER,
+            epoch=1,
+            incarnation=1,
+            health=WorkerHealth(cost=CostProfile(), grace_ns=10**9, now_ns=0),
+            gateway_ids=frozenset({"g"}),
+        )
         self.core.feed(BecameLeader(now_ns=0, epoch=1))
         blocks_each = (2 * BLOCK_SIZE + self._max_tokens) // BLOCK_SIZE + 1
         self.core.feed(
@@ -61,7 +76,7 @@ class SteadyLoad:
         )
         for _ in range(num_running + num_waiting):
             self.core.feed(self._arrival())
-        self._follow(self.core.take_ready())
+        self._send(self.core.take_ready())
 
     def _arrival(self) -> RequestArrived:
         number = self._num_arrived
@@ -76,44 +91,68 @@ class SteadyLoad:
             sampling=SamplingSpec(max_tokens=self._max_tokens),
         )
 
+    def _send(self, ready: Ready) -> None:
+        (plan,) = ready.plans
+        raw = self._life.plan(plan, self._now_ns)
+        assert raw is not None
+        self.plan_bytes.append(len(raw))
+        self._follow(ready)
+
     def _follow(self, ready: Ready) -> None:
         """Keeps the rows of the last plan, as a worker does."""
         (plan,) = ready.plans
         self._step = plan.step
         for slot in plan.releases:
-            self._scheduled.discard(slot)
+            self._scheduled.pop(slot, None)
         admits: tuple[Admit, ...] = plan.admits
         self._live.update((admit.slot, admit.request_id) for admit in admits)
         for slot, count in plan.changed:
             if count:
-                self._scheduled.add(slot)
+                self._scheduled[slot] = count
             else:
-                self._scheduled.discard(slot)
+                del self._scheduled[slot]
+
+    def _result(self) -> bytes:
+        """What the worker sends: a token for each row."""
+        return worker_pb2.SessionResponse(
+            result=worker_pb2.StepResult(
+                epoch=1,
+                step=self._step,
+                slots=self._scheduled,
+                token_ids=[(slot * 7919 + self._step) % 49152 for slot in self._scheduled],
+                times=worker_pb2.StepTimes(
+                    idle_us=50, apply_us=200, forward_us=9000, total_us=9300
+                ),
+            )
+        ).SerializeToString()
 
     def step_us(self) -> float:
-        """One result and the next plan; CPU microseconds in the core."""
+        """One result and the next plan; CPU microseconds."""
         self._now_ns += STEP_NS
-        slots = tuple(sorted(self._scheduled))
-        event = StepCompleted(
-            now_ns=self._now_ns,
-            worker_id=WORKER,
-            step=self._step,
-            slots=slots,  # type: ignore[arg-type]
-            token_ids=tuple(slot % 997 for slot in slots),
-        )
+        raw_result = self._result()
         others: list[RequestArrived | RequestCancelled] = []
         self._due += self._churn
+        slots = list(self._scheduled)
         while self._due >= 1:
             self._due -= 1
             victim = self._live[slots[(self._step * 7 + len(others)) % len(slots)]]
             others.append(RequestCancelled(now_ns=self._now_ns, request_id=victim))
             others.append(self._arrival())
         started = time.thread_time_ns()
+        report = codec.decode_worker_message(raw_result)
+        assert isinstance(report, StepReport)
+        event = self._life.event(report, self._now_ns)
+        assert event is not None
         self.core.feed(event)
+        self._life.returned(self._now_ns)
         for other in others:
             self.core.feed(other)
         ready = self.core.take_ready()
+        (plan,) = ready.plans
+        raw_plan = self._life.plan(plan, self._now_ns)
         elapsed = time.thread_time_ns() - started
+        assert raw_plan is not None
+        self.plan_bytes.append(len(raw_plan))
         self._follow(ready)
         return elapsed / 1000
 
@@ -133,7 +172,7 @@ def calibrate_us() -> float:
 def measure(
     *, num_running: int, num_waiting: int, num_steps: int, churn: float
 ) -> dict[str, float]:
-    """p50 and p99 of a step's CPU time in the core."""
+    """p50 and p99 of a step's CPU time, and bytes of its plan."""
     warm_up = 20
     load = SteadyLoad(
         num_running=num_running,
@@ -144,7 +183,9 @@ def measure(
     for _ in range(warm_up):
         load.step_us()
     gc.collect()
+    load.plan_bytes.clear()
     times = sorted(load.step_us() for _ in range(num_steps))
+    sizes = sorted(load.plan_bytes)
     assert load.core.view().num_running == num_running
     return {
         "num_running": num_running,
@@ -152,7 +193,19 @@ def measure(
         "churn": churn,
         "p50_us": round(times[len(times) // 2], 1),
         "p99_us": round(times[int(len(times) * 0.99)], 1),
+        "p50_plan_bytes": sizes[len(sizes) // 2],
+        "max_plan_bytes": sizes[-1],
     }
+
+
+def cases(num_waiting: int, num_steps: int) -> list[dict[str, float]]:
+    """All rows of the table; the last one holds the others against an empty queue."""
+    rows = [
+        measure(num_running=n, num_waiting=num_waiting, num_steps=num_steps, churn=churn)
+        for churn in (0.0, 0.02)
+        for n in (16, 64, 256, 1024)
+    ]
+    return [*rows, measure(num_running=256, num_waiting=0, num_steps=num_steps, churn=0.0)]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -163,23 +216,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--max-p50-us", type=float, help="fail above this at 256 running")
     options = parser.parse_args(argv)
-    rows = [
-        measure(
-            num_running=num_running,
-            num_waiting=options.waiting,
-            num_steps=options.steps,
-            churn=churn,
-        )
-        for churn in (0.0, 0.02)
-        for num_running in (16, 64, 256, 1024)
-    ]
+    rows = cases(options.waiting, options.steps)
     calibration_us = calibrate_us()
     print(f"calibration: {calibration_us:.0f} us for 10,000 turns of a plain loop")
-    print(f"{'running':>8} {'churn':>6} {'p50 us':>9} {'p99 us':>9}")
+    print(
+        f"{'running':>8} {'waiting':>8} {'churn':>6} {'p50 us':>9} {'p99 us':>9} {'plan bytes':>14}"
+    )
     for row in rows:
         print(
-            f"{row['num_running']:>8.0f} {row['churn']:>6.2f} "
-            f"{row['p50_us']:>9.1f} {row['p99_us']:>9.1f}"
+            f"{row['num_running']:>8.0f} {row['num_waiting']:>8.0f} {row['churn']:>6.2f} "
+            f"{row['p50_us']:>9.1f} {row['p99_us']:>9.1f} "
+            f"{row['p50_plan_bytes']:>6.0f} ({row['max_plan_bytes']:.0f})"
         )
     if options.json is not None:
         figures = {"calibration_us": calibration_us, "rows": rows}

@@ -14,15 +14,21 @@ from scheduler_svc.core.types import PrefixStop
 MAX_OVERTAKES = 4096
 
 
-class Wait(enum.Enum):
+class Wait(enum.IntEnum):
     """What a request waits for."""
 
-    TURN = "slots or tokens are taken, or others come first"
-    BLOCKS = "its tokens do not fit into what is free"
-    FAIRNESS = "tenants that have been served less come first"
-    HELD_BACK = "a running request fills the cache with what it shares"
-    WORKER = "there is no worker that could run it and that its gateway reads"
-    RETURNING = "it lost its slot while steps with it were unreturned"
+    # Slots or tokens are taken, or others come first.
+    TURN = 0
+    # Its tokens do not fit into what is free.
+    BLOCKS = 1
+    # Tenants that have been served less come first.
+    FAIRNESS = 2
+    # A running request fills the cache with what it shares.
+    HELD_BACK = 3
+    # There is no worker that could run it and that its gateway reads.
+    WORKER = 4
+    # It lost its slot while steps with it were unreturned.
+    RETURNING = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +54,7 @@ class WaitBook:
 
     reason: Wait | None = None
     since_ns: int = 0
-    waited: dict[Wait, int] = field(default_factory=dict)
+    waited: list[int] = field(default_factory=lambda: [0] * len(Wait))
 
     def turn_to(self, reason: Wait | None, now_ns: int, overtaken_ns: int | None = None) -> None:
         """From now on it waits for `reason`, or no longer.
@@ -63,7 +69,9 @@ class WaitBook:
     def until(self, now_ns: int, overtaken_ns: int | None = None) -> tuple[tuple[Wait, int], ...]:
         """All waiting up to now, by reason."""
         self._close(now_ns, overtaken_ns)
-        return tuple((wait, self.waited[wait]) for wait in Wait if self.waited.get(wait))
+        if not any(self.waited):
+            return ()
+        return tuple((wait, self.waited[wait]) for wait in Wait if self.waited[wait])
 
     def _close(self, now_ns: int, overtaken_ns: int | None) -> None:
         """Books the stretch that ends now."""
@@ -72,12 +80,9 @@ class WaitBook:
         begin_ns, end_ns = self.since_ns, now_ns
         if self.reason is Wait.TURN and overtaken_ns is not None and overtaken_ns < now_ns:
             end_ns = max(begin_ns, overtaken_ns)
-            self._add(Wait.FAIRNESS, now_ns - end_ns)
-        self._add(self.reason, end_ns - begin_ns)
+            self.waited[Wait.FAIRNESS] += now_ns - end_ns
+        self.waited[self.reason] += end_ns - begin_ns
         self.since_ns = now_ns
-
-    def _add(self, reason: Wait, duration_ns: int) -> None:
-        self.waited[reason] = self.waited.get(reason, 0) + duration_ns
 
 
 class Overtakes:

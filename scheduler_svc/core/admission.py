@@ -13,6 +13,7 @@ Rules:
   may still deliver is told apart from the repeat.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,12 +25,12 @@ from scheduler_svc.core.planner import Placement, StepBudget
 from scheduler_svc.core.ready import Admit, CoreStats
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sharing import PrefixSharing
-from scheduler_svc.core.tenants import Tenants
+from scheduler_svc.core.tenants import Tenant, Tenants
 from scheduler_svc.core.types import WorkerId
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
 
-# Requests that some worker could run, looked at in one step of one worker.
+# Requests that a worker could run, looked at in one step of it and not admitted.
 _MAX_SCAN = 64
 _STRANDED_CHECK_NS = 100_000_000
 
@@ -41,7 +42,9 @@ class _Fill:
     worker: WorkerState
     budget: StepBudget
     now_ns: int
-    num_seen: int = 0
+    # Looked at and not admitted, by tenant.
+    left: Counter[Tenant] = field(default_factory=Counter)
+    num_left: int = 0
     admitted: list[Request] = field(default_factory=list)
     # Looked at and did not fit anywhere.
     passed: list[Request] = field(default_factory=list)
@@ -90,7 +93,7 @@ class Admission:
         if worker.draining or not self._is_open(worker, budget, num_admitted=0):
             return
         fill = _Fill(worker=worker, budget=budget, now_ns=now_ns)
-        for request in self._waiting.in_turn():
+        for request in self._waiting.in_turn(fill.left):
             if not self._goes_on(fill, request):
                 break
             self._consider(fill, request)
@@ -106,7 +109,7 @@ class Admission:
         max_skips, max_lead = self._config.max_skips, fill.worker.capacity.max_model_len
         counter = request.tenant.counter
         return (
-            fill.num_seen < _MAX_SCAN
+            fill.num_left < _MAX_SCAN
             and self._is_open(fill.worker, fill.budget, len(fill.admitted))
             and not any(passed.num_skips >= max_skips for passed in fill.passed)
             and (
@@ -121,7 +124,6 @@ class Admission:
         workers = [w for w in self.eligible(request) if not w.draining]
         if worker not in workers:
             return
-        fill.num_seen += 1
         reason = Wait.TURN
         placement = planner.find_placement(request, workers, self._config, self._sharing.match)
         if placement is None:
@@ -138,11 +140,13 @@ class Admission:
                     if self._waiting.num_lanes > 1:
                         self._overtakes.note(request.sequence, fill.now_ns)
                 self._admit(request, placement, fill.now_ns)
-                fill.budget.take(request)
+                fill.budget.take(worker, request)
                 fill.admitted.append(request)
                 for skipped in fill.passed:
                     skipped.num_skips += 1
                 return
+        fill.num_left += 1
+        fill.left[request.tenant] += 1
         fill.least = min(fill.least, request.tenant.counter)
         request.waits.turn_to(reason, fill.now_ns, self.overtaken_ns(request))
 
@@ -199,12 +203,10 @@ class Admission:
         fresh = worker.pool.allocate(placement.num_new)
         assert fresh is not None, "placement counted blocks that are not there"
         num_cached = len(placement.cached) * worker.capacity.block_size
-        request.num_tokens = len(request.token_ids)
-        request.num_computed_tokens = request.num_confirmed_tokens = num_cached
         request.num_published = len(placement.cached)
         request.stranded_since_ns = None
         request.waits.turn_to(None, now_ns, self.overtaken_ns(request))
-        generation = worker.occupy(request, placement.cached + fresh)
+        generation = worker.occupy(request, placement.cached + fresh, num_cached)
         self._sharing.announce(request, worker)
         emit_from = _begin_emission(request, worker)
         if self._is_fair and not request.is_charged:

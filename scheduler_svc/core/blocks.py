@@ -8,12 +8,12 @@ runs plans in order, so a freed block may go to any later plan at once.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler_svc.core.types import BlockHash, BlockId, PrefixStop
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
+class CachedBlock(NamedTuple):
     """What the index knows of a block."""
 
     name: BlockHash
@@ -64,13 +64,13 @@ class BlockPool:
         """Takes `count` blocks, evicting the oldest; None, unchanged, if too few are free."""
         if count > len(self._free):
             return None
-        taken = []
-        for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            assert self._counts[block] == 0, f"free block {block} has owners"
-            self._evict(block)
-            self._counts[block] = 1
-            taken.append(block)
+        free, counts, cached = self._free, self._counts, self._cached
+        taken = [free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            assert counts[block] == 0, f"free block {block} has owners"
+            counts[block] = 1
+            if block in cached:
+                self._evict(block)
         return taken
 
     def match(
@@ -118,21 +118,22 @@ class BlockPool:
                 if block not in self._cached:
                     self._free.move_to_end(block, last=False)
 
-    def publish(self, block: BlockId, entry: CachedBlock) -> None:
-        """Puts a filled block into the index, unless another block already has the name."""
-        assert self._counts[block] > 0, f"block {block} is published without an owner"
-        assert block not in self._cached, f"block {block} is published twice"
-        if entry.name not in self._index:
-            self._index[entry.name] = block
-            self._cached[block] = entry
+    def publish(self, filled: Iterable[tuple[BlockId, CachedBlock]]) -> None:
+        """Puts filled blocks into the index, but for names that other blocks already have."""
+        counts, cached, index = self._counts, self._cached, self._index
+        for block, entry in filled:
+            assert counts[block] > 0, f"block {block} is published without an owner"
+            assert block not in cached, f"block {block} is published twice"
+            if entry.name not in index:
+                index[entry.name] = block
+                cached[block] = entry
 
     def _evict(self, block: BlockId) -> None:
-        known = self._cached.pop(block, None)
-        if known is not None:
-            del self._index[known.name]
-            self._evicted[known.name] = None
-            if len(self._evicted) > self.num_blocks:
-                del self._evicted[next(iter(self._evicted))]
+        known = self._cached.pop(block)
+        del self._index[known.name]
+        self._evicted[known.name] = None
+        if len(self._evicted) > self.num_blocks:
+            del self._evicted[next(iter(self._evicted))]
 
     def check(self, owned: Iterable[Sequence[BlockId]]) -> None:
         """Asserts the invariants against the block tables of all running requests."""

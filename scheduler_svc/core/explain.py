@@ -30,7 +30,14 @@ class EndedRequests:
         return None if finish is None else _ended(finish)
 
 
-def held(request: Request, *, place: int | None, now_ns: int, account: Account) -> Explanation:
+def held(
+    request: Request,
+    *,
+    place: int | None,
+    num_computed_tokens: int,
+    now_ns: int,
+    account: Account,
+) -> Explanation:
     """A request that has not ended."""
     return Explanation(
         request_id=request.request_id,
@@ -40,7 +47,7 @@ def held(request: Request, *, place: int | None, now_ns: int, account: Account) 
         place=place,
         num_prompt_tokens=request.prompt_len,
         num_output_tokens=request.num_output_tokens,
-        num_computed_tokens=request.num_computed_tokens,
+        num_computed_tokens=num_computed_tokens,
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
         arrived_ns=request.arrived_ns,

@@ -1,6 +1,7 @@
 """The core's promises, checked after every event in tests and sampled in long runs."""
 
 from scheduler_svc.core import digest
+from scheduler_svc.core.flight import StepInFlight
 from scheduler_svc.core.lifecycle import RequestState
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.worker_state import WorkerState
@@ -28,14 +29,26 @@ def check_all(core: SchedulerCore) -> None:
     flights: dict[bytes, int] = {}
     for worker in core._workers.values():
         for flight in worker.in_flight:
-            for slot, request in zip(flight.slots, flight.requests, strict=True):
-                if request.state is RequestState.FINISHED:
-                    continue
+            _check_flight(worker, flight)
+            for row in flight.gone:
+                request = flight.batch.requests[row]
                 flights[request.request_id] = flights.get(request.request_id, 0) + 1
-                is_here = worker.running.get(slot) is request
-                assert is_here or request.state is RequestState.RETURNING, "a row is elsewhere"
     for request in core._requests.values():
-        assert request.num_in_flight == flights.get(request.request_id, 0)
+        if request.state is RequestState.RETURNING:
+            assert request.num_in_flight == flights.get(request.request_id, 0)
+    total = sum(request.max_total_tokens for request in core._requests.values())
+    assert core._num_total_tokens == total
+
+
+def _check_flight(worker: WorkerState, flight: StepInFlight) -> None:
+    """A row's request is in its slot, or has left it and is known to have."""
+    batch = flight.batch
+    assert len(set(batch.slot_ids)) == len(batch.slot_ids), "two rows have one slot"
+    for row, (slot, request) in enumerate(zip(batch.slot_ids, batch.requests, strict=True)):
+        if row in flight.gone:
+            assert request.state in {RequestState.RETURNING, RequestState.FINISHED}
+        else:
+            assert worker.running.get(slot) is request, "a row is elsewhere"
 
 
 def _check_worker(worker: WorkerState) -> None:
@@ -45,8 +58,11 @@ def _check_worker(worker: WorkerState) -> None:
     assert steps == list(range(worker.last_step - len(steps) + 1, worker.last_step + 1))
     in_rank = sorted(worker.running.values(), key=lambda request: request.rank)
     assert worker.ranked == in_rank
-    pending = sum(max(0, request.num_wanted - 1) for request in in_rank)
+    rows = worker.rows
+    pending = sum(max(0, rows.num_wanted(request.slot) - 1) for request in in_rank)
     assert worker.num_pending_prefill == pending
+    assert worker._num_unsampled == sum(rows.is_unsampled(request.slot) for request in in_rank)
+    assert worker.order.tolist() == [request.slot for request in in_rank]
     for name, request in worker.coming.items():
         assert worker.running.get(request.slot) is request, "a block is coming from nobody"
         assert name in request.block_hashes[request.num_published :]
@@ -54,11 +70,16 @@ def _check_worker(worker: WorkerState) -> None:
     for slot, request in worker.running.items():
         assert request.slot == slot
         assert request.worker_id == worker.worker_id
-        assert request.num_computed_tokens <= len(request.blocks) * size, "computed past the table"
-        assert request.num_confirmed_tokens <= request.num_computed_tokens
-        assert len(request.token_ids) <= request.num_tokens <= request.max_total_tokens
+        num_tokens, num_computed = int(rows.num_tokens[slot]), int(rows.num_computed[slot])
+        assert rows.limit[slot] == request.max_total_tokens
+        assert rows.room[slot] == len(request.blocks) * size
+        assert num_computed <= rows.room[slot], "computed past the table"
+        assert rows.num_confirmed[slot] <= num_computed < num_tokens
+        assert len(request.token_ids) <= num_tokens <= request.max_total_tokens
         # Room for what has been computed and at most the next block.
-        needed = max(request.num_computed_tokens, len(request.token_ids))
+        needed = max(num_computed, len(request.token_ids))
         assert len(request.blocks) <= -(-needed // size) + 1, "a table is longer than planned"
-        total += digest.table_sum(slot, worker.generation(slot), 0, request.blocks)
+        table = digest.table_sum(slot, int(rows.generation[slot]), 0, request.blocks)
+        assert rows.digest[slot] == table
+        total += table
     assert digest.add(0, total) == worker._digest, "the digest differs from the tables"

@@ -14,25 +14,26 @@ from scheduler_svc.core.blocks import PrefixMatch
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.ready import StepPlan
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.types import BlockId, PrefixStop, Slot
+from scheduler_svc.core.rows import Column, column
+from scheduler_svc.core.types import BlockId, PrefixStop
 from scheduler_svc.core.worker_state import WorkerState
 
 
 @dataclass(slots=True, kw_only=True)
 class StepBudget:
-    """What is left of one step."""
+    """What is left of one step, and its rows that are no decodes."""
 
     num_tokens: int
     chunk_tokens: int
-    scheduled: dict[Slot, int] = field(default_factory=dict)
+    chunks: dict[int, int] = field(default_factory=dict)
     num_chunks: int = 0
 
-    def take(self, request: Request) -> None:
+    def take(self, worker: WorkerState, request: Request) -> None:
         """Schedules as much of the request as budget and chunk limit allow, maybe nothing."""
-        wanted = request.num_wanted
+        wanted = worker.rows.num_wanted(request.slot)
         count = min(wanted, self.num_tokens, self.chunk_tokens)
         if count > 0:
-            self.scheduled[request.slot] = count
+            self.chunks[request.slot] = count
             self.num_tokens -= count
             self.num_chunks += count < wanted
 
@@ -65,10 +66,10 @@ def plan_step(
         num_tokens=_token_budget(worker, config),
         chunk_tokens=config.prefill_chunk_tokens or worker.capacity.max_num_batched_tokens,
     )
-    prefills, preempted = _schedule_decodes(worker, config, budget, preempt)
+    decodes, prefills, preempted = _schedule_decodes(worker, config, budget, preempt)
     allowance = policy.prefill_allowance(
         max_gap_ns=config.max_prefill_gap_ns,
-        num_decodes=len(budget.scheduled),
+        num_decodes=len(decodes),
         floor_tokens=worker.capacity.block_size,
         cost=worker.cost.profile,
     )
@@ -76,12 +77,12 @@ def plan_step(
         budget.num_tokens = min(budget.num_tokens, allowance)
     for request in prefills:
         if worker.running.get(request.slot) is request:
-            budget.take(request)
+            budget.take(worker, request)
     if not preempted:
         admit_waiting(worker, budget)
-    if not budget.scheduled and not worker.must_tell:
+    if not len(decodes) and not budget.chunks and not worker.must_tell:
         return None
-    return worker.take_plan(budget.scheduled, budget.num_chunks)
+    return worker.take_plan(decodes, budget.chunks, budget.num_chunks)
 
 
 def _token_budget(worker: WorkerState, config: CoreConfig) -> int:
@@ -94,61 +95,48 @@ def _schedule_decodes(
     config: CoreConfig,
     budget: StepBudget,
     preempt: Callable[[WorkerState, Request], None],
-) -> tuple[list[Request], bool]:
-    """One token for each request that wants just one; returns the others and if one was preempted.
+) -> tuple[Column, list[Request], bool]:
+    """One token for each request that wants just one, by rank, as far as the budget goes.
 
-    Runs once for each running request and step: no calls on the way of a decode inside its block.
+    Returns their slots, the requests that want more, and whether one was preempted. Runs in each
+    step: no calls for each row.
     """
-    prefills: list[Request] = []
+    decodes, prefills = worker.to_plan()
     preempted = False
-    block_size = worker.capacity.block_size
-    scheduled = budget.scheduled
-    for request in worker.ranked.copy():
-        num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
-        if num_tokens >= request.max_total_tokens:
-            continue
-        if num_tokens - num_computed > 1:
-            prefills.append(request)
-            continue
-        if budget.num_tokens == 0:
-            continue
-        if len(request.blocks) * block_size <= num_computed:
-            if worker.running.get(request.slot) is not request:
-                continue
-            had_to_preempt, block = _find_block(worker, config, request, budget, preempt)
-            preempted |= had_to_preempt
-            if block is None:
-                continue
-            worker.grow(request, block)
-        scheduled[request.slot] = 1
-        budget.num_tokens -= 1
-    return prefills, preempted
+    if len(decodes) > budget.num_tokens:
+        decodes = decodes[: budget.num_tokens]
+    lacking = worker.without_room(decodes)
+    if len(lacking):
+        blocks = worker.pool.allocate(len(lacking))
+        if blocks is not None:
+            worker.grow(lacking, blocks)
+        else:
+            decodes, preempted = _make_room(worker, config, decodes, lacking, preempt)
+    budget.num_tokens -= len(decodes)
+    return decodes, prefills, preempted
 
 
-def _find_block(
+def _make_room(
     worker: WorkerState,
     config: CoreConfig,
-    request: Request,
-    budget: StepBudget,
+    decodes: Column,
+    lacking: Column,
     preempt: Callable[[WorkerState, Request], None],
-) -> tuple[bool, BlockId | None]:
-    """A block for `request`, taken from the policy's victims while none is free.
+) -> tuple[Column, bool]:
+    """Blocks for the slots that lack one, one after the other, taken from the policy's victims.
 
-    None if the request itself was the victim and had to go. The loop ends: each turn takes one
-    request off the worker.
+    Returns the decodes that are left. Each loop ends: a turn takes one request off the worker.
     """
     preempted = False
-    while True:
-        found = worker.pool.allocate(1)
-        if found is not None:
-            return preempted, found[0]
-        victim = policy.choose_victim(config.scheduling_policy, worker.ranked)
-        freed = budget.scheduled.pop(victim.slot, 0)
-        budget.num_tokens += freed
-        preempt(worker, victim)
-        preempted = True
-        if victim is request:
-            return preempted, None
+    for slot in lacking.tolist():
+        while slot in worker.running:
+            found = worker.pool.allocate(1)
+            if found is not None:
+                worker.grow(column([slot]), found)
+                break
+            preempt(worker, policy.choose_victim(config.scheduling_policy, worker.ranked))
+            preempted = True
+    return column([slot for slot in decodes.tolist() if slot in worker.running]), preempted
 
 
 def find_placement(

@@ -6,7 +6,6 @@ processes and restarts, and one tenant can't probe another's prompts.
 """
 
 from array import array
-from collections.abc import Sequence
 from hashlib import blake2b
 
 from scheduler_svc.core.types import BlockHash
@@ -21,22 +20,20 @@ def chain_start(hash_key: bytes, cache_salt: bytes, hash_bytes: int = HASH_BYTES
     return BlockHash(start.digest())
 
 
-def block_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian 32-bit integers, for hashing and for the check on a hit."""
-    return array("i", token_ids).tobytes()
-
-
 def child(parent: BlockHash, tokens: bytes) -> BlockHash:
-    """Name of the block that holds `tokens` after `parent`."""
-    name = blake2b(tokens, key=parent, digest_size=len(parent), person=b"quire-block")
-    return BlockHash(name.digest())
+    """Name of the block that holds `tokens` after `parent`.
+
+    The key is in the parent: without it no name of the chain can be told or made.
+    """
+    return BlockHash(blake2b(parent + tokens, digest_size=len(parent)).digest())
 
 
 def extend_chain(
-    hashes: list[BlockHash], start: BlockHash, token_ids: Sequence[int], block_size: int
+    hashes: list[BlockHash], start: BlockHash, token_ids: "array[int]", block_size: int
 ) -> None:
     """Appends to `hashes` the names of all full blocks of token_ids not named yet."""
     for index in range(len(hashes), len(token_ids) // block_size):
         parent = hashes[-1] if hashes else start
-        tokens = block_tokens(token_ids[index * block_size : (index + 1) * block_size])
-        hashes.append(child(parent, tokens))
+        hashes.append(
+            child(parent, token_ids[index * block_size : (index + 1) * block_size].tobytes())
+        )

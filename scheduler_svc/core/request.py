@@ -1,5 +1,6 @@
 """A request as the core sees it: a few integers and the known tokens."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.account import Account, WaitBook
@@ -24,11 +25,10 @@ NO_HASH = BlockHash(b"")
 class Request:
     """One request. Mutated by the scheduler only.
 
-    token_ids are prompt and confirmed output. num_tokens counts them and the tokens that planned
-    steps will sample; num_computed_tokens counts tokens whose KV planned steps will have written;
-    num_confirmed_tokens those whose step has returned. The gap between num_tokens and
-    num_computed_tokens is what is left to plan. attempt is the live one; entry_attempt is what the
-    queue entry says, lower if the core has moved the request since.
+    token_ids are prompt and confirmed output. What has been computed stands in the rows of the
+    worker that it runs on. attempt is the live one; entry_attempt is what the queue entry says,
+    lower if the core has moved the request since. num_in_flight counts the unreturned steps that
+    have a row of a returning request.
     """
 
     request_id: RequestId
@@ -37,7 +37,8 @@ class Request:
     attempt: int
     gateway_id: str
     reply_to: bytes
-    token_ids: list[int]
+    # 32-bit numbers: a block's tokens are named and compared as bytes.
+    token_ids: "array[int]"
     prompt_len: int
     sampling: SamplingSpec
     tenant: Tenant
@@ -54,15 +55,11 @@ class Request:
     worker_id: WorkerId | None = None
     slot: Slot = NO_SLOT
     blocks: list[BlockId] = field(default_factory=list)
-    table_digest: int = 0
     # Names of the full blocks for one block size, and the parent of the first.
     block_hashes: list[BlockHash] = field(default_factory=list)
     hashed_block_size: int = 0
     chain_start: BlockHash = NO_HASH
     num_published: int = 0
-    num_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_confirmed_tokens: int = 0
     num_in_flight: int = 0
     max_total_tokens: int = 0
     # The worker session whose outbox holds what has been emitted; another one must emit anew.
@@ -97,15 +94,6 @@ class Request:
     def num_output_tokens(self) -> int:
         """Confirmed output."""
         return len(self.token_ids) - self.prompt_len
-
-    # The planner's and the result's loops over running requests spell num_wanted and the like out:
-    # a call for each row is most of what a step would cost.
-    @property
-    def num_wanted(self) -> int:
-        """Tokens left to plan; 0 once the last output token has been planned."""
-        if self.num_tokens >= self.max_total_tokens:
-            return 0
-        return self.num_tokens - self.num_computed_tokens
 
     def emission_start(self, session: int) -> int:
         """Output position that a worker session would emit from, admitted to it now.
@@ -177,10 +165,7 @@ class Request:
         )
 
     def forget_work(self) -> None:
-        """Back to what is known for certain: nothing computed, only confirmed tokens."""
-        self.num_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0
-        self.num_confirmed_tokens = 0
+        """Nothing is computed any more."""
         self.num_published = 0
         self.blocks = []
         self.slot = NO_SLOT

@@ -4,16 +4,23 @@ Tokens are appended in the order of results, never guessed; a request's blocks e
 index on the result that filled them.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Protocol, cast
+
+import numpy as np
 
 from scheduler_svc.core.events import StepCompleted
+from scheduler_svc.core.flight import DECODE, Batch, StepInFlight
 from scheduler_svc.core.lifecycle import RequestState
 from scheduler_svc.core.ready import CoreStats
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sharing import PrefixSharing
 from scheduler_svc.core.types import FinishReason
-from scheduler_svc.core.worker_state import StepInFlight, WorkerState
+from scheduler_svc.core.worker_state import WorkerState
 
 
 class Finishes(Protocol):
@@ -46,66 +53,110 @@ class ResultBook:
     def book(
         self, worker: WorkerState, flight: StepInFlight, event: StepCompleted, now_ns: int
     ) -> None:
-        """Books what each row of a step gave. No calls on the way of a decode inside its block."""
-        tokens = dict(zip(event.slots, event.token_ids, strict=True))
-        finished = dict(event.finished)
-        stats, block_size, charges = self._stats, worker.capacity.block_size, self._charges
-        stats.num_wasted_rows += event.num_wasted_rows
-        stats.num_generation_tokens += len(tokens)
-        worker.cost.observe(sum(flight.num_tokens), event.step_us)
-        chunks_are_whole = _chunks_are_whole(flight, event)
-        for slot, request, num_tokens, samples in zip(
-            flight.slots, flight.requests, flight.num_tokens, flight.samples, strict=True
-        ):
-            token_id = tokens.get(slot)
-            request.num_in_flight -= 1
-            if request.state is RequestState.FINISHED:
-                stats.num_stale_tokens += token_id is not None
-                stats.num_generation_tokens -= token_id is not None
-                continue
-            if token_id is not None:
-                request.token_ids.append(token_id)
-                if charges:
-                    request.tenant.charge(1)
-                if request.first_token_ns is None:
-                    request.first_token_ns = now_ns
-                # A token that was on its way when it lost its blocks does not end a set-back.
-                if request.set_back_since_ns is not None and request.state is RequestState.RUNNING:
-                    request.end_set_back(now_ns)
-            reason = finished.get(slot)
-            is_whole = token_id is not None if samples else reason is None and chunks_are_whole
-            if request.state is RequestState.RUNNING and is_whole:
-                confirmed = request.num_confirmed_tokens
-                request.num_confirmed_tokens = confirmed + num_tokens
-                if confirmed < request.prompt_len:
-                    stats.num_prompt_tokens += min(num_tokens, request.prompt_len - confirmed)
-                if (confirmed + num_tokens) // block_size > request.num_published:
-                    self._sharing.publish(request, worker)
-            elif request.state is RequestState.RETURNING:
-                self._row_returned(request)
-            if reason is not None:
-                self._finish(request, reason)
-            elif samples and token_id is None:
-                self._finish(
-                    request,
-                    FinishReason.ERROR,
-                    notify=True,
-                    message="the worker did not compute the request",
-                )
+        """Books what a step gave: decodes as columns, rows that are anything else singly."""
+        batch = flight.batch
+        self._stats.num_wasted_rows += event.num_wasted_rows
+        worker.cost.observe(flight.num_tokens, event.step_us)
+        given = _Given(tokens=event.token_ids, finished=dict(event.finished), chunks_are_whole=True)
+        rest = {*flight.special, *flight.gone}
+        if event.slots != batch.slot_ids:
+            by_slot: dict[int, int] = dict(zip(event.slots, event.token_ids, strict=True))
+            given.tokens = list(map(by_slot.get, batch.slot_ids))
+            if len(by_slot) != len(batch.slot_ids) or None in given.tokens:
+                rest.update(row for row, token in enumerate(given.tokens) if token is None)
+        if given.finished:
+            rest.update(row for row, slot in enumerate(batch.slot_ids) if slot in given.finished)
+        if event.num_wasted_rows:
+            given.chunks_are_whole = _chunks_are_whole(flight, given, event.num_wasted_rows)
+        self._book_decodes(worker, batch, given.tokens, rest)
+        for row in sorted(rest):
+            self._book_row(worker, flight, given, row, now_ns)
+
+    def _book_decodes(
+        self, worker: WorkerState, batch: Batch, tokens: Sequence[int | None], rest: set[int]
+    ) -> None:
+        """All rows but `rest`: each has computed a token and sampled the next. No calls by row."""
+        slots, requests, lists = batch.slots, batch.requests, batch.token_ids
+        by_tenant = batch.num_by_tenant if self._charges and not rest else None
+        if rest:
+            keeps = np.ones(len(slots), np.bool_)
+            keeps[list(rest)] = False
+            slots, kept = slots[keeps], keeps.tolist()
+            requests, lists = list(compress(requests, kept)), list(compress(lists, kept))
+            tokens = list(compress(tokens, kept))
+        # A loop without a turn of the interpreter: append(array, token) for each row.
+        deque(map(array.append, lists, cast(Sequence[int], tokens)), maxlen=0)
+        self._stats.num_generation_tokens += len(lists)
+        if self._charges:
+            by_tenant = by_tenant or Counter(request.tenant for request in requests)
+            for tenant, num_tokens in by_tenant.items():
+                tenant.charge(num_tokens)
+        confirmed = worker.rows.num_confirmed[slots]
+        confirmed += 1
+        worker.rows.num_confirmed[slots] = confirmed
+        full = slots[confirmed % worker.capacity.block_size == 0]
+        if len(full):
+            self._sharing.publish(worker, [worker.running[slot] for slot in full.tolist()])
+
+    def _book_row(
+        self, worker: WorkerState, flight: StepInFlight, given: "_Given", row: int, now_ns: int
+    ) -> None:
+        """A row that is more than a decode, has ended, or whose request has left its slot."""
+        request, slot = flight.batch.requests[row], flight.batch.slot_ids[row]
+        token_id, reason = given.tokens[row], given.finished.get(slot)
+        num_tokens, samples = flight.special.get(row, DECODE)
+        if request.state is RequestState.FINISHED:
+            self._stats.num_stale_tokens += token_id is not None
+            return
+        is_running = row not in flight.gone
+        if token_id is not None:
+            request.token_ids.append(token_id)
+            self._stats.num_generation_tokens += 1
+            if self._charges:
+                request.tenant.charge(1)
+            if request.first_token_ns is None:
+                request.first_token_ns = now_ns
+            if is_running:
+                # Not by a token that was on its way when the request lost its blocks.
+                request.end_set_back(now_ns)
+        is_whole = token_id is not None if samples else reason is None and given.chunks_are_whole
+        if not is_running:
+            self._row_returned(request)
+        elif is_whole:
+            confirmed = int(worker.rows.num_confirmed[slot])
+            worker.rows.num_confirmed[slot] = confirmed + num_tokens
+            if confirmed < request.prompt_len:
+                self._stats.num_prompt_tokens += min(num_tokens, request.prompt_len - confirmed)
+            self._sharing.publish(worker, (request,))
+        if reason is not None:
+            self._finish(request, reason)
+        elif samples and token_id is None:
+            self._finish(
+                request,
+                FinishReason.ERROR,
+                notify=True,
+                message="the worker did not compute the request",
+            )
 
 
-def _chunks_are_whole(flight: StepInFlight, event: StepCompleted) -> bool:
+@dataclass(slots=True, kw_only=True)
+class _Given:
+    """A result by row: tokens, and the ends by slot."""
+
+    tokens: Sequence[int | None]
+    finished: Mapping[int, FinishReason]
+    chunks_are_whole: bool
+
+
+def _chunks_are_whole(flight: StepInFlight, given: _Given, num_wasted_rows: int) -> bool:
     """Whether every row that was not to sample has been computed.
 
     A row that was ended on the worker is skipped before the core may know of its end. One that was
     to sample shows it by giving no token. If there were more, any chunk may have been skipped, and
     its blocks must not be shared.
     """
-    if event.num_wasted_rows == 0:
-        return True
-    sampled, finished = set(event.slots), {slot for slot, _ in event.finished}
     num_silent = sum(
-        samples and slot not in sampled and slot not in finished
-        for slot, samples in zip(flight.slots, flight.samples, strict=True)
+        token is None and flight.special.get(row, DECODE).samples and slot not in given.finished
+        for row, (slot, token) in enumerate(zip(flight.batch.slot_ids, given.tokens, strict=True))
     )
-    return event.num_wasted_rows <= num_silent
+    return num_wasted_rows <= num_silent

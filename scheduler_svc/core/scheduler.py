@@ -7,6 +7,7 @@ Owns every request from arrival to its one end, and the state of every worker. R
 - what is admitted, where and when: see admission; what a result changes: see results.
 """
 
+from array import array
 from typing import assert_never
 
 from scheduler_svc.core import explain, planner, policy
@@ -60,6 +61,8 @@ class SchedulerCore:
         self._workers: dict[WorkerId, WorkerState] = {}
         self._num_sessions = 0
         self._num_arrivals = 0
+        # Prompt and max_tokens of all requests that are held.
+        self._num_total_tokens = 0
         self._last_steps: dict[WorkerId, int] = {}
         self._attempts = AttemptMemory()
         self._deadlines = Deadlines()
@@ -151,15 +154,15 @@ class SchedulerCore:
 
     def view(self) -> CoreView:
         """Counts for Snapshot and metrics."""
-        num_running = sum(len(worker.running) for worker in self._workers.values())
+        workers = self._workers.values()
+        num_running = sum(len(worker.running) for worker in workers)
+        num_computed = sum(int(w.rows.num_computed[w.order].sum()) for w in workers)
         return CoreView(
             epoch=self._epoch,
             num_waiting=len(self._requests) - num_running,
             num_running=num_running,
-            backlog_tokens=sum(
-                max(0, r.max_total_tokens - r.num_computed_tokens) for r in self._requests.values()
-            ),
-            workers=tuple(worker.view() for worker in self._workers.values()),
+            backlog_tokens=self._num_total_tokens - num_computed,
+            workers=tuple(worker.view() for worker in workers),
         )
 
     def explain(self, request_id: RequestId) -> Explanation | None:
@@ -171,9 +174,15 @@ class SchedulerCore:
         return explain.held(
             request,
             place=self._waiting.place(request) if waits else None,
+            num_computed_tokens=self._num_computed(request),
             now_ns=self._now_ns,
             account=self._account(request),
         )
+
+    def _num_computed(self, request: Request) -> int:
+        if request.worker_id is None:
+            return 0
+        return int(self._workers[request.worker_id].rows.num_computed[request.slot])
 
     def _account(self, request: Request) -> Account:
         return request.account(self._now_ns, self._admission.overtaken_ns(request))
@@ -196,6 +205,7 @@ class SchedulerCore:
             request.take_over(known)
             self._drop(known)
         self._requests[request.request_id] = request
+        self._num_total_tokens += request.max_total_tokens
         self._wait(request)
         self._deadlines.add(request)
         if request.prompt_len == 0:
@@ -218,7 +228,7 @@ class SchedulerCore:
             attempt=max(event.attempt, held + 1),
             gateway_id=event.gateway_id,
             reply_to=event.reply_to,
-            token_ids=[*event.prompt_token_ids, *event.output_token_ids],
+            token_ids=array("I", event.prompt_token_ids + event.output_token_ids),
             prompt_len=prompt_len,
             sampling=event.sampling,
             tenant=tenant,
@@ -235,7 +245,6 @@ class SchedulerCore:
             emit_from=len(event.output_token_ids),
             max_total_tokens=prompt_len + event.sampling.max_tokens,
         )
-        request.num_tokens = len(request.token_ids)
         return request
 
     def _reject_if_never_fits(self, request: Request) -> None:
@@ -299,6 +308,7 @@ class SchedulerCore:
         request.move(Move.FINISH)
         request.blocks = []
         del self._requests[request.request_id]
+        self._num_total_tokens -= request.max_total_tokens
         self._tenants.ended(request.tenant)
 
     def _expire(self) -> None:
@@ -368,15 +378,16 @@ class SchedulerCore:
     def _void_in_flight(self, worker: WorkerState) -> None:
         """No result of the steps in flight will come."""
         for flight in worker.in_flight:
-            for request in flight.requests:
-                request.num_in_flight -= 1
-                self._row_returned(request)
+            for row in sorted(flight.gone):
+                self._row_returned(flight.batch.requests[row])
         worker.in_flight.clear()
 
     def _row_returned(self, request: Request) -> None:
-        """One step less is in flight with the request."""
-        if request.state is RequestState.RETURNING and request.num_in_flight == 0:
-            request.forget_work()
+        """One step less is in flight with a request that has left its slot."""
+        if request.state is not RequestState.RETURNING:
+            return
+        request.num_in_flight -= 1
+        if request.num_in_flight == 0:
             request.move(Move.RETURN)
             self._wait(request)
 

@@ -3,12 +3,13 @@
 A block enters the index on the result that filled it, never on the plan.
 """
 
+from collections.abc import Sequence
 from itertools import islice, takewhile
 
 from scheduler_svc.core import prefix
 from scheduler_svc.core.blocks import CachedBlock, PrefixMatch
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.types import PrefixStop
+from scheduler_svc.core.types import BlockId, PrefixStop
 from scheduler_svc.core.worker_state import WorkerState
 
 
@@ -62,27 +63,28 @@ class PrefixSharing:
             num_usable = min(num_usable, request.num_unscored(worker.session) // size)
         return num_usable
 
-    def publish(self, request: Request, worker: WorkerState) -> None:
-        """Puts the blocks that are full and confirmed into the worker's index."""
-        size = worker.capacity.block_size
-        num_full = request.num_confirmed_tokens // size
+    def publish(self, worker: WorkerState, requests: Sequence[Request]) -> None:
+        """Puts blocks that are full and confirmed into the worker's index.
+
+        Requests were named for the worker's block size when they were announced.
+        """
         if not self._enabled:
-            request.num_published = num_full
             return
-        self._name_blocks(request, size)
-        for index in range(request.num_published, num_full):
-            name = request.block_hashes[index]
-            parent = request.block_hashes[index - 1] if index else request.chain_start
-            worker.coming.pop(name, None)
-            worker.pool.publish(
-                request.blocks[index],
-                CachedBlock(
-                    name=name,
-                    parent=parent,
-                    tokens=_tokens_of(request, size, index),
-                ),
-            )
-        request.num_published = num_full
+        size, coming, child = worker.capacity.block_size, worker.coming, prefix.child
+        num_full = worker.rows.num_confirmed[[request.slot for request in requests]] // size
+        filled: list[tuple[BlockId, CachedBlock]] = []
+        for request, end in zip(requests, num_full.tolist(), strict=True):
+            names, tokens, blocks = request.block_hashes, request.token_ids, request.blocks
+            for index in range(request.num_published, end):
+                parent = names[index - 1] if index else request.chain_start
+                content = tokens[index * size : (index + 1) * size].tobytes()
+                if index == len(names):
+                    names.append(child(parent, content))
+                elif coming:
+                    coming.pop(names[index], None)
+                filled.append((blocks[index], CachedBlock(names[index], parent, content)))
+            request.num_published = end
+        worker.pool.publish(filled)
 
     def _name_blocks(self, request: Request, block_size: int) -> None:
         """Names all full blocks of known tokens. Workers may differ in block size."""
@@ -98,4 +100,4 @@ class PrefixSharing:
 
 
 def _tokens_of(request: Request, block_size: int, index: int) -> bytes:
-    return prefix.block_tokens(request.token_ids[index * block_size : (index + 1) * block_size])
+    return request.token_ids[index * block_size : (index + 1) * block_size].tobytes()

@@ -10,8 +10,8 @@ from heapq import heapify, heappop, heapreplace, merge
 from scheduler_svc.core.request import Rank, Request
 from scheduler_svc.core.tenants import Tenant, Tenants
 
-# With `fair`: requests of one tenant that are looked at in one walk.
-MAX_LOOKED_AT = 16
+# With `fair`: requests of one tenant that are looked at in one walk and not admitted.
+MAX_LEFT = 16
 
 
 class WaitingQueue:
@@ -45,12 +45,12 @@ class WaitingQueue:
         """How many requests of its lane are before it."""
         return bisect_left(self._lane_of(request), request.rank)
 
-    def in_turn(self) -> Iterator[Request]:
-        """In the order in which requests are to be admitted.
+    def in_turn(self, left: Mapping[Tenant, int]) -> Iterator[Request]:
+        """In the order in which requests are to be admitted. `left` counts those that were not.
 
-        With `fair` each time the next one of the tenant that has been served least by then, at most
-        MAX_LOOKED_AT of one tenant. The queue must not change while it is walked, nor any counter
-        but that of the tenant whose request was given last.
+        With `fair` each time the next one of the tenant that has been served least by then, until
+        MAX_LEFT of it are left. The queue must not change while it is walked, nor any counter but
+        that of the tenant whose request was given last.
         """
         if self._tenants is None:
             yield from self
@@ -61,7 +61,7 @@ class WaitingQueue:
             _, rank, place, tenant = turns[0]
             yield self._requests[rank]
             lane, place = self._lanes[tenant], place + 1
-            if place < min(len(lane), MAX_LOOKED_AT):
+            if place < len(lane) and left.get(tenant, 0) < MAX_LEFT:
                 heapreplace(turns, (tenant.counter, lane[place], place, tenant))
             else:
                 heappop(turns)

@@ -8,28 +8,21 @@ worker), with a higher generation.
 import heapq
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass, field
 from operator import attrgetter
+
+import numpy as np
 
 from scheduler_svc.core import digest
 from scheduler_svc.core.blocks import BlockPool
+from scheduler_svc.core.flight import Batch, Special, StepInFlight
 from scheduler_svc.core.ready import Admit, StepPlan, WorkerView
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.rows import Column, Rows, column
 from scheduler_svc.core.step_cost import StepCost
 from scheduler_svc.core.types import BlockHash, BlockId, CostProfile, Slot, WorkerCapacity, WorkerId
 
 _by_rank = attrgetter("rank")
-
-
-@dataclass(slots=True, kw_only=True)
-class StepInFlight:
-    """A plan that has not returned, with its rows as columns of equal length."""
-
-    step: int
-    slots: list[Slot] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+_NOBODY = column(())
 
 
 class WorkerState:
@@ -54,7 +47,7 @@ class WorkerState:
         self.gateway_ids = gateway_ids
         self.draining = False
         self.pool = BlockPool(capacity.num_blocks)
-        self.running: dict[Slot, Request] = {}
+        self.running: dict[int, Request] = {}
         # The running requests, highest rank first.
         self.ranked: list[Request] = []
         # Known tokens of running requests that no plan covers yet, beyond one each.
@@ -71,8 +64,13 @@ class WorkerState:
         self.last_result_step = last_step
         self.num_failed_in_a_row = 0
         self._free_slots = [Slot(i) for i in range(capacity.num_slots)]
-        self._generations = [0] * capacity.num_slots
-        self._rows: dict[Slot, int] = {}
+        self.rows = Rows(capacity.num_slots)
+        self._order: Column | None = None
+        # Running requests for which no plan since their admission samples a token.
+        self._num_unsampled = 0
+        # The rows of the plan before, and its decodes if it had nothing else.
+        self._batch = Batch(_NOBODY, {})
+        self._last_decodes: Column | None = None
         self._digest = 0
         self._reset = True
         self._releases: list[Slot] = []
@@ -97,72 +95,128 @@ class WorkerState:
         """Whether the request could run to its last token alone on this worker."""
         return request.max_total_tokens <= self.max_request_tokens
 
-    def occupy(self, request: Request, blocks: list[BlockId]) -> int:
-        """Gives the request the lowest free slot and its table; returns the slot's generation.
-
-        What the request has computed must be set.
-        """
-        slot = heapq.heappop(self._free_slots)
-        self._generations[slot] += 1
+    def occupy(self, request: Request, blocks: list[BlockId], num_cached: int) -> int:
+        """Gives the request the lowest free slot and its table; returns the slot's generation."""
+        slot, rows = heapq.heappop(self._free_slots), self.rows
+        rows.begin(
+            slot,
+            num_tokens=len(request.token_ids),
+            num_cached=num_cached,
+            limit=request.max_total_tokens,
+        )
         request.slot = slot
         request.worker_id = self.worker_id
         request.blocks = blocks
         self.running[slot] = request
         insort(self.ranked, request, key=_by_rank)
-        self.num_pending_prefill += max(0, request.num_wanted - 1)
-        request.table_digest = 0
-        self._count(request, 0)
-        return self._generations[slot]
+        self._order = None
+        self.num_pending_prefill += max(0, rows.num_wanted(slot) - 1)
+        self._num_unsampled += 1
+        generation = int(rows.generation[slot])
+        rows.room[slot] = len(blocks) * self.capacity.block_size
+        amount = digest.table_sum(slot, generation, 0, blocks)
+        rows.digest[slot] = amount
+        self._digest = digest.add(self._digest, amount)
+        return generation
 
     def announce(self, admit: Admit) -> None:
         """Puts the admission into the next plan."""
         self._admits.append(admit)
 
-    def grow(self, request: Request, block: BlockId) -> None:
-        """Appends a block to the table of a running request."""
-        request.blocks.append(block)
-        self._growth.append((request.slot, block))
-        self._count(request, len(request.blocks) - 1)
+    def grow(self, slots: Column, blocks: list[BlockId]) -> None:
+        """Appends a block to the table of each of these slots."""
+        rows = self.rows
+        amounts = digest.mix_columns(
+            slots,
+            rows.generation[slots],
+            rows.room[slots] // self.capacity.block_size,
+            column(blocks),
+        )
+        rows.room[slots] += self.capacity.block_size
+        rows.digest[slots] += amounts
+        self._digest = digest.add(self._digest, int(amounts.sum(dtype=np.uint64)))
+        running = self.running
+        for slot, block in zip(slots.tolist(), blocks, strict=True):
+            running[slot].blocks.append(block)
+            self._growth.append((Slot(slot), block))
 
     def vacate(self, request: Request) -> None:
-        """Frees slot and blocks at once; the next plan releases the slot on the worker."""
-        slot = request.slot
+        """Frees slot and blocks at once; the next plan releases the slot on the worker.
+
+        The request's num_in_flight says in how many unreturned steps it has a row.
+        """
+        slot, rows = request.slot, self.rows
         assert self.running.get(slot) is request, f"slot {slot} is not held by this request"
         del self.running[slot]
         del self.ranked[bisect_left(self.ranked, request.rank, key=_by_rank)]
-        self.num_pending_prefill -= max(0, request.num_wanted - 1)
-        self._digest = digest.add(self._digest, -request.table_digest)
+        self._order = None
+        self.num_pending_prefill -= max(0, rows.num_wanted(slot) - 1)
+        self._num_unsampled -= rows.is_unsampled(slot)
+        self._digest = digest.add(self._digest, -int(rows.digest[slot]))
         self.pool.release(request.blocks)
         heapq.heappush(self._free_slots, slot)
-        self._rows.pop(slot, None)
+        rows.planned[slot] = 0
         self._releases.append(slot)
-        self._growth = [(s, b) for s, b in self._growth if s != slot]
+        if self._growth:
+            self._growth = [(s, b) for s, b in self._growth if s != slot]
         if self.coming:
             for name in request.block_hashes[request.num_published :]:
                 if self.coming.get(name) is request:
                     del self.coming[name]
-
-    def generation(self, slot: Slot) -> int:
-        """Use count of a slot."""
-        return self._generations[slot]
+        request.num_in_flight = sum(flight.leave(slot, request) for flight in self.in_flight)
 
     def start_over(self) -> None:
         """The next plan carries `reset`; nothing may be running. Step numbers go on."""
         assert not self.running, "requests must leave before a reset"
         self._reset = True
-        self._rows.clear()
+        self.rows.planned[:] = 0
+        self._batch = Batch(_NOBODY, {})
         self._releases.clear()
         self._admits.clear()
         self._growth.clear()
         self._digest = 0
         self.in_flight.clear()
 
-    def take_plan(self, scheduled: dict[Slot, int], num_chunks: int) -> StepPlan:
-        """The next plan: `scheduled` rows and all that changed since the last one."""
+    # Planning
+
+    @property
+    def order(self) -> Column:
+        """Slots by the rank of their requests."""
+        if self._order is None:
+            self._order = column([request.slot for request in self.ranked])
+        return self._order
+
+    def to_plan(self) -> tuple[Column, list[Request]]:
+        """By rank: slots with one token left to plan, and requests with more."""
+        rows, order = self.rows, self.order
+        num_tokens = rows.num_tokens[order]
+        is_open = num_tokens < rows.limit[order]
+        is_decode = num_tokens - rows.num_computed[order] == 1
+        is_decode &= is_open
+        if is_decode.all():
+            return order, []
+        is_open &= ~is_decode
+        return order[is_decode], [self.running[slot] for slot in order[is_open].tolist()]
+
+    def without_room(self, slots: Column) -> Column:
+        """Those whose next token needs another block."""
+        return slots[self.rows.room[slots] <= self.rows.num_computed[slots]]
+
+    def take_plan(self, decodes: Column, chunks: dict[int, int], num_chunks: int) -> StepPlan:
+        """The next plan: one token for each of `decodes`, and so many for each of `chunks`.
+
+        What changed since the last plan goes with it.
+        """
         self.last_step += 1
-        changed = [(s, n) for s, n in scheduled.items() if self._rows.get(s) != n]
-        changed += [(s, 0) for s in self._rows if s not in scheduled]
-        self.in_flight.append(self._plan_rows(scheduled))
+        changed = self._changed(decodes, chunks)
+        special = self._advance(decodes, chunks)
+        num_rows = len(decodes) + len(chunks)
+        num_tokens = len(decodes) + sum(chunks.values())
+        self.in_flight.append(
+            StepInFlight(
+                step=self.last_step, num_tokens=num_tokens, batch=self._batch, special=special
+            )
+        )
         plan = StepPlan(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -171,48 +225,59 @@ class WorkerState:
             reset=self._reset,
             releases=() if self._reset else tuple(self._releases),
             admits=tuple(self._admits),
-            changed=tuple(changed),
+            changed=changed,
             growth=tuple(self._growth),
             digest=self._digest,
-            num_scheduled_tokens=sum(scheduled.values()),
-            num_rows=len(scheduled),
+            num_scheduled_tokens=num_tokens,
+            num_rows=num_rows,
             num_chunks=num_chunks,
         )
-        self._rows = scheduled
         self._reset = False
         self._releases = []
         self._admits = []
         self._growth = []
         return plan
 
-    def _plan_rows(self, scheduled: dict[Slot, int]) -> StepInFlight:
-        """Moves the requests on by their rows."""
-        slots = list(scheduled)
-        requests = [self.running[slot] for slot in slots]
-        samples = []
-        for request, count in zip(requests, scheduled.values(), strict=True):
-            left = request.num_tokens - request.num_computed_tokens
-            request.num_computed_tokens += count
-            request.num_in_flight += 1
-            if left == count:
-                request.num_tokens += 1
+    def _changed(self, decodes: Column, chunks: dict[int, int]) -> tuple[tuple[Slot, int], ...]:
+        """Rows that differ from the plan before, whose batch is replaced."""
+        if decodes is self._last_decodes and not chunks:
+            return ()
+        rows, before = self.rows, self._batch.slots
+        slots, counts = decodes, np.ones(len(decodes), np.int64)
+        if chunks:
+            slots = np.concatenate((decodes, column(chunks)))
+            counts = np.concatenate((counts, column(chunks.values())))
+        differ = rows.planned[slots] != counts
+        changed = list(zip(slots[differ].tolist(), counts[differ].tolist(), strict=True))
+        planned = np.zeros_like(rows.planned)
+        planned[slots] = counts
+        left_out = before[(planned[before] == 0) & (rows.planned[before] != 0)]
+        changed += [(slot, 0) for slot in left_out.tolist()]
+        rows.planned = planned
+        self._batch = Batch(slots, self.running)
+        self._last_decodes = None if chunks else decodes
+        return tuple(changed)
+
+    def _advance(self, decodes: Column, chunks: dict[int, int]) -> dict[int, Special]:
+        """Moves the columns on by a plan's rows; returns the rows that are more than a decode."""
+        rows = self.rows
+        special: dict[int, Special] = {}
+        if self._num_unsampled:
+            first = np.flatnonzero(rows.num_tokens[decodes] == rows.known[decodes])
+            special.update((row, Special(1, True)) for row in first.tolist())
+            self._num_unsampled -= len(first)
+        rows.num_computed[decodes] += 1
+        rows.num_tokens[decodes] += 1
+        for row, (slot, count) in enumerate(chunks.items(), start=len(decodes)):
+            left = int(rows.num_tokens[slot] - rows.num_computed[slot])
+            special[row] = Special(count, left == count)
+            rows.num_computed[slot] += count
             if left > 1:
                 self.num_pending_prefill -= count if left > count else count - 1
-            samples.append(left == count)
-        return StepInFlight(
-            step=self.last_step,
-            slots=slots,
-            requests=requests,
-            num_tokens=list(scheduled.values()),
-            samples=samples,
-        )
-
-    def _count(self, request: Request, first_index: int) -> None:
-        """Adds table entries from first_index on to the digest."""
-        slot, blocks = request.slot, request.blocks[first_index:]
-        amount = digest.table_sum(slot, self._generations[slot], first_index, blocks)
-        request.table_digest = digest.add(request.table_digest, amount)
-        self._digest = digest.add(self._digest, amount)
+            if left == count:
+                self._num_unsampled -= rows.is_unsampled(slot)
+                rows.num_tokens[slot] += 1
+        return special
 
     def view(self) -> WorkerView:
         """For Snapshot and metrics."""

@@ -21,7 +21,8 @@ def publish_chain(pool: BlockPool, blocks: Sequence[BlockId], labels: str) -> No
     """Publishes blocks as one chain; the tokens of a block are its label."""
     parent = START
     for block, label in zip(blocks, labels, strict=True):
-        pool.publish(block, CachedBlock(name=name(label), parent=parent, tokens=label.encode()))
+        entry = CachedBlock(name=name(label), parent=parent, tokens=label.encode())
+        pool.publish([(block, entry)])
         parent = name(label)
 
 

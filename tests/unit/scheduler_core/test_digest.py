@@ -3,6 +3,7 @@
 import pytest
 
 from scheduler_svc.core import digest
+from scheduler_svc.core.rows import column
 
 MAX = (1 << 64) - 1
 
@@ -40,3 +41,16 @@ def test_swapped_blocks_change_the_sum() -> None:
 def test_what_is_added_can_be_taken_away() -> None:
     amount = digest.table_sum(1, 1, 0, range(50))
     assert digest.add(digest.add(MAX, amount), -amount) == MAX
+
+
+def test_columns_are_mixed_as_single_entries_are() -> None:
+    entries = [(i, 2 * i + 1, 3 * i, 2**32 - 1 - i) for i in range(300)]
+    mixed = digest.mix_columns(*(column(values) for values in zip(*entries, strict=True)))
+    assert mixed.tolist() == [digest.mix(s, g, 0, i, b) for s, g, i, b in entries]
+
+
+@pytest.mark.parametrize("count", [0, 1, 11, 12, 13, 500])
+def test_long_tables_add_up_like_short_ones(count: int) -> None:
+    blocks = [(i * 7919) % 5003 for i in range(count)]
+    singly = sum(digest.mix(200, 9, 0, 40 + i, b) for i, b in enumerate(blocks)) & MAX
+    assert digest.table_sum(200, 9, 40, blocks) == singly

@@ -25,7 +25,7 @@ from scheduler_svc.core.types import FaultScope, FinishReason, RequestId, Slot, 
 from tests.builders import make_core, make_request, make_worker
 from tests.cluster import MS
 
-NUM_TESTS, HISTORIES_EACH, NUM_ROUNDS = 10, 100, 120
+NUM_TESTS, HISTORIES_EACH, NUM_ROUNDS = 20, 50, 120
 SLOTS, CONTEXT, MAX_PROMPT, MAX_OUTPUT = 3, 20, 14, 5
 WORKER = WorkerId("w")
 # What tenants send: lengths of prompts and outputs, and how many they keep waiting.

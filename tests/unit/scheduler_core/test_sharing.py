@@ -123,6 +123,19 @@ def test_when_the_first_goes_the_next_one_fills(how: str) -> None:
     assert all(tokens >= 48 for tokens in num_cached(c, *names[2:]))
 
 
+def test_a_block_of_output_is_shared_from_the_result_that_filled_it() -> None:
+    c = cluster()
+    c.begin(block_size=SIZE)
+    first = make_request("first", prompt=4, max_tokens=30)
+    c.arrive(first)
+    # The next result is that of the fourth decode, which fills the second block.
+    c.steps(4)
+    output = tuple(token_at(first.request_id, i) for i in range(4))
+    c.arrive(make_request("next", prompt=(*first.prompt_token_ids, *output, 1), max_tokens=1))
+    c.run()
+    assert num_cached(c, "next") == [8]
+
+
 def test_salts_are_not_held_back_for_each_other() -> None:
     c = cluster()
     c.begin(block_size=SIZE, num_blocks=100, max_num_batched_tokens=256)

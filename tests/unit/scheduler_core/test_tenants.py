@@ -1,9 +1,11 @@
 """Tenants: what is charged, who is next, what an idle time earns."""
 
+from collections import Counter
+
 import pytest
 
-from scheduler_svc.core.tenants import Tenants
-from scheduler_svc.core.waiting import MAX_LOOKED_AT, WaitingQueue
+from scheduler_svc.core.tenants import Tenant, Tenants
+from scheduler_svc.core.waiting import MAX_LEFT, WaitingQueue
 from tests.builders import expected_output, make_core, make_request
 from tests.cluster import Cluster
 from tests.unit.scheduler_core.test_waiting import make
@@ -16,7 +18,7 @@ def test_the_tenant_served_least_is_next_after_each_admission() -> None:
     for sequence, tenant in enumerate((a, a, a, b, b, b)):
         queue.add(make(sequence, tenant=tenant))
     order = []
-    for request in queue.in_turn():
+    for request in queue.in_turn({}):
         order.append(request.tenant.name)
         request.tenant.charge(10)
     # a counts 10 tokens as 10, b as 5.
@@ -28,10 +30,10 @@ def test_inside_a_tenant_the_rank_decides() -> None:
     queue, tenant = WaitingQueue(tenants), tenants.arrived("a", 1.0)
     for sequence, priority in enumerate((1, 0, -1)):
         queue.add(make(sequence, priority=priority, tenant=tenant))
-    assert [request.rank[1] for request in queue.in_turn()] == [2, 1, 0]
+    assert [request.rank[1] for request in queue.in_turn({})] == [2, 1, 0]
 
 
-def test_one_tenant_does_not_fill_the_walk() -> None:
+def test_one_tenant_with_nothing_that_fits_does_not_hide_the_others() -> None:
     tenants = Tenants()
     queue = WaitingQueue(tenants)
     flood, other = tenants.arrived("flood", 1.0), tenants.arrived("other", 1.0)
@@ -39,8 +41,12 @@ def test_one_tenant_does_not_fill_the_walk() -> None:
     for sequence in range(100):
         queue.add(make(sequence, tenant=flood))
     queue.add(make(100, tenant=other))
-    names = [request.tenant.name for request in queue.in_turn()]
-    assert names == ["flood"] * MAX_LOOKED_AT + ["other"]
+    left: Counter[Tenant] = Counter()
+    names = []
+    for request in queue.in_turn(left):
+        names.append(request.tenant.name)
+        left[request.tenant] += 1
+    assert names == ["flood"] * MAX_LEFT + ["other"]
 
 
 def test_an_idle_time_earns_nothing() -> None:

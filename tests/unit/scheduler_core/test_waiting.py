@@ -1,6 +1,7 @@
 """The waiting queue: by priority class, then by arrival."""
 
 import random
+from array import array
 
 import pytest
 
@@ -23,7 +24,7 @@ def make(
         attempt=1,
         gateway_id="g",
         reply_to=b"",
-        token_ids=[1],
+        token_ids=array("I", [1]),
         prompt_len=1,
         sampling=SamplingSpec(max_tokens=1),
         tenant=tenant or Tenant("t"),

@@ -1,0 +1,62 @@
+"""Steps that have not returned, with their rows as columns of equal length."""
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.rows import Column
+from scheduler_svc.core.tenants import Tenant
+
+
+class Batch:
+    """The rows of a step, in the order of the plan. Steps with the same rows share one."""
+
+    def __init__(self, slots: Column, running: dict[int, Request]) -> None:
+        self.slots = slots
+        self.slot_ids: tuple[int, ...] = tuple(slots.tolist())
+        self.requests: list[Request] = [running[slot] for slot in self.slot_ids]
+        self.token_ids: list[array[int]] = [request.token_ids for request in self.requests]
+
+    @cached_property
+    def num_by_tenant(self) -> Counter[Tenant]:
+        """Rows of each tenant."""
+        return Counter(request.tenant for request in self.requests)
+
+
+class Special(NamedTuple):
+    """A row that is more than one decode after another: a chunk, or the first to sample."""
+
+    num_tokens: int
+    samples: bool
+
+
+DECODE = Special(1, True)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInFlight:
+    """A plan that has not returned.
+
+    Each row computes one token and samples the next, but for those in `special`, by row number.
+    `gone` are rows whose request has left its slot since.
+    """
+
+    step: int
+    num_tokens: int
+    batch: Batch
+    special: dict[int, Special]
+    gone: set[int] = field(default_factory=set)
+
+    def leave(self, slot: int, request: Request) -> bool:
+        """The request leaves the slot; returns whether this step has a row of it."""
+        try:
+            row = self.batch.slot_ids.index(slot)
+        except ValueError:
+            return False
+        if self.batch.requests[row] is not request:
+            return False
+        self.gone.add(row)
+        return True
