@@ -19,8 +19,8 @@ export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model serve test test-model test-fast check lint fmt-check types imports proto-check \
-	proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients bench bench-kernels bench-scheduler \
-	clean
+	proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz bench bench-kernels \
+	bench-scheduler clean
 
 help:  ## list the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -79,6 +79,9 @@ fmt: setup  ## format the code
 
 clients: setup test-model  ## run other people's clients against a served model: ARGS="--only openai"
 	@$(PY) -m tests.clients.run $(ARGS)
+
+fuzz: setup  ## throw N requests (10000) at a whole stack, the same again with SEED
+	@FUZZ_N=$(N) FUZZ_SEED=$(SEED) $(PY) -m pytest -s -m "not gpu" tests/fuzz/test_fuzz.py
 
 bench: setup  ## latency and throughput of serving, fcfs beside static
 	@$(PY) -m benchmarks.serving
