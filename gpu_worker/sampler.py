@@ -25,8 +25,9 @@ top_k largest logits of those; the fewest of these, largest first, whose probabi
 of the kept mass. Equal logits rank by token id. The order is sought among the likely tokens first;
 where they do not hold the kept set, among all.
 
-On a CPU with native kernels kernels/native/sample.cpp does all that for the whole step; the numpy
-functions here are what it is held against, and what chooses without them.
+On a CPU with native kernels kernels/native/sample.cpp does all that for the whole step, on a CUDA
+device the Triton kernels of kernels/sampler.py; the numpy functions here are what both are held
+against, and what chooses without them.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,10 +75,10 @@ class Sampled:
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
     """Next tokens, one for each row. Does not change `logits`."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
-    native = _native_sample() if logits.device.type == "cpu" and len(rows) else None
-    if native is not None and logits.dtype in NATIVE_DTYPES:
+    kernel = _kernel_for(logits) if len(rows) else None
+    if kernel is not None:
         try:
-            found = native(logits, sampling_columns.columns(rows, logits.shape[1])).tolist()
+            found = kernel(logits, sampling_columns.columns(rows, logits.shape[1])).tolist()
         except Exception:
             pass  # one row asks for what can't be: below that is its own fault alone
         else:
@@ -85,7 +86,29 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
                 token_ids=tuple(None if token < 0 else token for token in found),
                 failures=tuple((at, NOT_FINITE) for at, token in enumerate(found) if token < 0),
             )
-    return _sample_on_host(logits, rows)
+    return sample_on_host(logits, rows)
+
+
+def _kernel_for(logits: torch.Tensor) -> Callable[[torch.Tensor, Sampling], torch.Tensor] | None:
+    if logits.device.type == "cuda":
+        return _device_sample()
+    return _native_sample() if logits.dtype in NATIVE_DTYPES else None
+
+
+@cache
+def _device_sample() -> Callable[[torch.Tensor, Sampling], torch.Tensor] | None:
+    """The Triton sampler, on the logits' device; None without Triton."""
+    try:
+        from kernels.sampler import sample as on_device
+    except ImportError:
+        return None
+
+    def chosen(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        if not sampling.within(logits.shape[1]):  # seen on the host, before it reaches a device
+            raise ValueError("bias, forbidden or history: a token is outside the vocabulary")
+        return on_device(logits, sampling.to(logits.device))
+
+    return chosen
 
 
 @cache
@@ -96,7 +119,7 @@ def _native_sample() -> Callable[[torch.Tensor, Sampling], torch.Tensor] | None:
     return None if library.reason_unavailable() else sampling.sample
 
 
-def _sample_on_host(logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
+def sample_on_host(logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
     """By torch and numpy."""
     tokens: list[int | None] = [None] * len(rows)
     failures: list[tuple[int, str]] = []

@@ -9,9 +9,10 @@ is run again for each slice.
 A row whose logits are not finite at a scored position fails alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,9 @@ from gpu_worker.batch import FlatBatch
 from gpu_worker.ports import LogprobRows, ScheduledRow
 
 SLICE = 256
+MOST_TOP = 20  # that the device's kernel finds
 
+Kernel = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 Floats = npt.NDArray[np.float32]
 Int32s = npt.NDArray[np.int32]
 
@@ -44,6 +47,14 @@ class Scores:
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scores:
     """`logits` [n, vocabulary] against the n tokens that follow. Does not change `logits`."""
+    kernel = _kernel_for(logits)
+    if kernel is not None and num_top <= MOST_TOP:
+        own, top, top_logprobs = kernel(logits, token_ids, num_top)
+        return Scores(
+            logprobs=own.cpu().numpy(),
+            top_token_ids=top.cpu().numpy().astype(np.int32),
+            top_logprobs=top_logprobs.cpu().numpy(),
+        )
     wide = logits.float()
     total = wide.logsumexp(-1, keepdim=True)
     total = torch.where(total.isfinite(), total, torch.nan)
@@ -54,6 +65,20 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scores:
         top_token_ids=top.cpu().numpy().astype(np.int32),
         top_logprobs=(wide.gather(-1, top) - total).cpu().numpy(),
     )
+
+
+def _kernel_for(logits: Tensor) -> Kernel | None:
+    return _device_logprobs() if logits.device.type == "cuda" else None
+
+
+@cache
+def _device_logprobs() -> Kernel | None:
+    """The Triton kernel; None without Triton."""
+    try:
+        from kernels.logprobs import logprobs
+    except ImportError:
+        return None
+    return logprobs
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:

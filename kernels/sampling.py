@@ -63,8 +63,20 @@ class Sampling:
     penalties: Penalties | None = None
 
     def to(self, device: torch.device) -> "Sampling":
-        """The same on another device."""
+        """The same on another device; to a CUDA device without waiting for it."""
         return _moved(self, device)
+
+    def within(self, vocabulary: int) -> bool:
+        """Whether all tokens that it names are there. Looks at values: call it on the CPU."""
+        named = [self.forbidden]
+        named += [None if self.bias is None else self.bias.where]
+        named += [None if self.penalties is None else self.penalties.history]
+        return all(
+            part is None
+            or not part.tokens.numel()
+            or (int(part.tokens.min()) >= 0 and int(part.tokens.max()) < vocabulary)
+            for part in named
+        )
 
     @property
     def changes_logits(self) -> bool:
@@ -76,6 +88,8 @@ def _moved(part: Any, device: torch.device) -> Any:
     if part is None:
         return None
     if isinstance(part, Tensor):
+        if device.type == "cuda" and part.device.type == "cpu":
+            return part.pin_memory().to(device, non_blocking=True)
         return part.to(device)
     return type(part)(**{f.name: _moved(getattr(part, f.name), device) for f in fields(part)})
 

@@ -110,6 +110,62 @@ def outside() -> bool:
     return torch.equal(sample(logits, replace(given, forbidden=moved)), sample(logits, without))
 
 
+def worker_differences(seed: int) -> list[tuple[int, Any, Any]]:
+    """Rows in which the worker's sampler says another thing through Triton than by numpy.
+
+    One row names a token that is not there, another has a NaN.
+    """
+    import pytest
+
+    from gpu_worker import sampler
+
+    rows: list[sampler.Row] = [
+        (row.spec, row.position, row.history) for row in random_rows(6, 300, seed, changed=True)
+    ]
+    logits = random_logits("plain", 6, 300, seed)
+    logits[1, 5] = float("nan")
+    kernel = sampler._device_sample()
+    assert kernel is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "_kernel_for", lambda _logits: kernel)
+        answers = [sampler.sample(logits, rows)]
+        rows[4] = (replace(rows[4][0], logit_bias=((300, 1.0),)), *rows[4][1:])
+        answers.append(sampler.sample(logits, rows))
+    assert [at for at, _ in answers[0].failures] == [1]
+    assert [at for at, _ in answers[1].failures] == [1, 4]
+    other = sampler.sample_on_host(logits, rows)
+    assert other == answers[1]
+    return [
+        (row, ours, theirs)
+        for row, (ours, theirs) in enumerate(
+            zip(answers[0].token_ids, other.token_ids, strict=True)
+        )
+        if ours != theirs and row != 4
+    ]
+
+
+def worker_score_error(num_top: int) -> float:
+    """Greatest difference of the worker's logprobs through Triton from those by torch."""
+    import numpy as np
+    import pytest
+
+    from gpu_worker import scoring
+
+    logits, tokens = random_logits("tied", 3, 300, 2), torch.tensor([4, 299, 0])
+    logits[1, 5] = float("nan")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "_kernel_for", lambda _logits: scoring._device_logprobs())
+        ours = scoring.score(logits, tokens, num_top)
+    theirs = scoring.score(logits, tokens, num_top)
+    rows = [0, 2]  # what stands beside a NaN is of no use
+    assert np.array_equal(np.isnan(ours.logprobs), [False, True, False])
+    assert np.array_equal(ours.top_token_ids[rows], theirs.top_token_ids[rows])
+    assert ours.top_token_ids.dtype == theirs.top_token_ids.dtype
+    values = np.concatenate((ours.logprobs[rows], ours.top_logprobs[rows].ravel()))
+    wanted = np.concatenate((theirs.logprobs[rows], theirs.top_logprobs[rows].ravel()))
+    return float(np.abs(values - wanted).max())
+
+
 def strided() -> bool:
     """True when rows of a wider tensor, half as far apart in memory as they are long, agree."""
     from kernels.sampler import sample

@@ -49,6 +49,18 @@ def test_tokens_outside_the_vocabulary_change_nothing(interpreter: ProcessPoolEx
     assert interpreter.submit(interpreted_sampling.outside).result()
 
 
+def test_the_worker_says_the_same_through_triton(interpreter: ProcessPoolExecutor) -> None:
+    for seed in (3, 4):
+        assert interpreter.submit(interpreted_sampling.worker_differences, seed).result() == []
+
+
+@pytest.mark.parametrize("num_top", [0, 5, 21])
+def test_the_worker_scores_the_same_through_triton(
+    interpreter: ProcessPoolExecutor, num_top: int
+) -> None:
+    assert interpreter.submit(interpreted_sampling.worker_score_error, num_top).result() < 1e-5
+
+
 def test_rows_of_a_wider_tensor(interpreter: ProcessPoolExecutor) -> None:
     assert interpreter.submit(interpreted_sampling.strided).result()
 
