@@ -1,6 +1,7 @@
 """Composition root: builds everything, runs it, ends it in order."""
 
 import asyncio
+import gc
 import secrets
 
 import grpc.aio
@@ -218,6 +219,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
         gateway = Gateway(settings, model, tokenizer)
     except KeysError as error:
         raise SettingsError(f"QUIRE_API_KEYS_FILE: {error}") from error
+    # What is there now stays: to look through it for garbage again and again would hold the loop.
+    gc.collect()
+    gc.freeze()
     code = 0
     try:
         await gateway.run(stop)

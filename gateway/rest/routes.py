@@ -44,6 +44,7 @@ class Rest:
         self._ring = ring
         self._reader = BodyReader(max_body_bytes)
         self._created = int(datetime.now(tz=UTC).timestamp())
+        self._described: dict[int, bytes] = {}
 
     def routes(self) -> list[Open]:
         """Every route. An Open one that is not Guarded needs no key; a test holds their list."""
@@ -91,8 +92,12 @@ class Rest:
         return _json(self._model())
 
     async def openapi(self, _: Request) -> Response:
-        """GET /openapi.json."""
-        return _json(openapi.document(self._engine.model, self._engine.max_model_len))
+        """GET /openapi.json. Made once for a context: to make it takes as long as many requests."""
+        context = self._engine.max_model_len
+        if context not in self._described:
+            document = openapi.document(self._engine.model, context)
+            self._described = {context: to_json(document)}
+        return Response(self._described[context], media_type="application/json")
 
     async def health(self, _: Request) -> Response:
         """The process is well and not leaving."""

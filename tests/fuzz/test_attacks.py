@@ -13,7 +13,7 @@ import pytest
 import redis
 from quire.v1 import inference_pb2
 
-from benchmarks.stack import Process
+from benchmarks.stack import Process, wait_for
 from servicekit import redis_keys
 from tests.fuzz.asking import Asker, Response
 from tests.fuzz.asks import PICKLES, ROUTES, Ask, Call, Post, images, urls
@@ -242,3 +242,13 @@ def test_only_the_gateway_takes_requests_of_clients(fuzzed: World, asker: Asker)
                 [answer] = asker.together([asker.post(post, port=service.ports["ops"])])
                 expected = allowed.get(path, 404) if method == "GET" else (404, 405)
                 assert answer.status in (expected if isinstance(expected, tuple) else (expected,))
+
+
+def test_the_gateway_does_not_search_its_start_for_garbage(fuzzed: World) -> None:
+    """A search through all that was loaded would hold the loop for longer than a step takes."""
+
+    def frozen() -> bool:
+        lines = fuzzed.stack.watched(fuzzed.stack.gateway)
+        return any(line["what"] == "loop" and line["frozen"] > 10_000 for line in lines)
+
+    wait_for(frozen, lambda: "the gateway freezes what it has loaded", 10)

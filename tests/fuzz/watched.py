@@ -12,6 +12,7 @@ uvloop and gRPC reach the network without telling an audit hook: tests look from
 """
 
 import asyncio
+import gc
 import importlib
 import json
 import os
@@ -75,10 +76,10 @@ class Meter:
                 late_s = max(0.0, loop.time() - due_s)
                 late = max(late, late_s)
                 stalls.append(1000 * min(late_s, time.thread_time() - busy_s))
+            frozen = gc.get_freeze_count()
             counts = {f"over_{ms}_ms": sum(s > ms for s in stalls) for ms in STALLS_MS}
-            self._log.write(
-                "loop", ticks=len(stalls), stall_ms=max(stalls), late_ms=1000 * late, **counts
-            )
+            longest = {"stall_ms": max(stalls), "late_ms": 1000 * late}
+            self._log.write("loop", ticks=len(stalls), frozen=frozen, **longest, **counts)
 
 
 def watch(log: Log) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.core.types import ModelInfo
 from gateway.rest import openapi, openapi_answers
 from gateway.rest.auth import Guarded
 from tests.unit.gateway.answering import answering
@@ -208,3 +209,23 @@ async def test_the_document_is_served() -> None:
     async with client_of(make_bench(), None) as client:
         response = await client.get("http://127.0.0.1/openapi.json")
     assert response.json() == json.loads(json.dumps(DOCUMENT))
+
+
+async def test_the_document_is_made_once_for_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than a request, so that asking for it must not hold up others."""
+    made: list[int] = []
+
+    def document(model: ModelInfo, max_model_len: int) -> dict[str, Any]:
+        made.append(max_model_len)
+        return {"context": max_model_len}
+
+    monkeypatch.setattr(openapi, "document", document)
+    bench = make_bench()
+    contexts = [MODEL.max_model_len, 100, MODEL.max_model_len]
+    async with client_of(bench, None) as client:
+        for context in contexts:
+            bench.fleet.max_model_len = context
+            for _ in range(3):
+                response = await client.get("http://127.0.0.1/openapi.json")
+                assert response.json() == {"context": context}
+    assert made == contexts
