@@ -1,50 +1,32 @@
 """Times the kernels; `python -m benchmarks.kernels [--out FILE] [--threads N] [--dtype bf16]`.
 
-For each kernel and shape: microseconds, GB/s of keys and values read (or written, for the store),
-and the share of what a plain torch copy reaches on this machine at the same time. The torch back
-end runs on the CPU; with a CUDA device both back ends run there as well. Nothing is asserted:
-figures depend on the machine and on what else runs on it.
+For each kernel, back end and shape: the median time, GB/s of what must be read and written at
+least, the share of the floor, and how many times the torch back end takes. The floor is what a
+plain torch copy reaches on this machine in the same run. Linear layers and the sampler at many rows
+are bound by arithmetic: their GFLOP/s stand beside. On the CPU the back ends are torch and, where
+they were compiled, the native kernels; with a CUDA device torch and triton run there as well.
+
+Rounds of the back ends take turns, so that what else runs on the machine slows all of them. Nothing
+is asserted: figures depend on the machine.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kernels import reference
-from kernels.cache_layout import CacheLayout, layer_views
+from benchmarks import kernel_cases
+from benchmarks.kernel_cases import Case
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COPY_BYTES = 256 << 20
 MIN_ROUNDS, MAX_ROUNDS, ROUND_BUDGET_S = 5, 200, 1.0
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_LAYERS = 9, 3, 64, 16, 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """rows holds (query_len, seq_len)."""
-
-    name: str
-    rows: tuple[tuple[int, int], ...]
-    window: int = 0
-
-
-SHAPES = (
-    Shape(name="decode 1 x 509", rows=((1, 509),)),
-    Shape(name="decode 32 x 509", rows=((1, 509),) * 32),
-    Shape(name="decode 32 x 509, window 128", rows=((1, 509),) * 32, window=128),
-    Shape(name="decode 1 x 4093 + 31 x 61", rows=((1, 4093), *((1, 61),) * 31)),
-    Shape(name="prefill 256 of 256", rows=((256, 256),)),
-    Shape(name="prefill 256 of 1280", rows=((256, 1280),)),
-    Shape(name="mixed 24 x 300 + 232 of 232", rows=(*((1, 300),) * 24, (232, 232))),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,25 +39,31 @@ class Result:
     dtype: str
     shape: str
     median_us: float
-    kv_gb_per_s: float
+    gb_per_s: float
     floor_share: float
+    gflop_per_s: float | None
+    torch_ratio: float  # torch's time over this one's
 
 
-def median_s(function: Callable[[], Any], device: str) -> float:
-    """Median of a bounded number of rounds, after two to warm up."""
-    times: list[float] = []
+def medians_s(
+    functions: Sequence[Callable[[], Any]], device: str, budget_s: float
+) -> tuple[float, ...]:
+    """Of a bounded number of rounds in turn, after two to warm up."""
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(2):
-        function()
+        for function in functions:
+            function()
     started = time.perf_counter()
-    while len(times) < MIN_ROUNDS or (
-        len(times) < MAX_ROUNDS and time.perf_counter() - started < ROUND_BUDGET_S
+    while len(times[0]) < MIN_ROUNDS or (
+        len(times[0]) < MAX_ROUNDS and time.perf_counter() - started < budget_s * len(functions)
     ):
-        _wait(device)
-        before = time.perf_counter()
-        function()
-        _wait(device)
-        times.append(time.perf_counter() - before)
-    return sorted(times)[len(times) // 2]
+        for function, of in zip(functions, times, strict=True):
+            _wait(device)
+            before = time.perf_counter()
+            function()
+            _wait(device)
+            of.append(time.perf_counter() - before)
+    return tuple(sorted(of)[len(of) // 2] for of in times)
 
 
 def _wait(device: str) -> None:
@@ -83,119 +71,66 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def copy_bytes_per_s(device: str) -> float:
-    """Bytes that a torch copy reads (and as many that it writes) in a second."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+def copy_bytes_per_s(device: str, size: int = COPY_BYTES) -> float:
+    """Bytes that a torch copy reads and writes in a second."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / median_s(lambda: target.copy_(source), device)
+    (seconds,) = medians_s([lambda: target.copy_(source)], device, ROUND_BUDGET_S)
+    return 2 * size / seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """Tensors of one step over one layer."""
+def backends(device: str) -> tuple[str, ...]:
+    """What runs there; torch is always the first."""
+    if device == "cuda":
+        return ("torch", "triton")
+    from kernels.native import library
 
-    q: Tensor
-    k: Tensor
-    caches: tuple[Tensor, Tensor]
-    block_tables: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    slot_mapping: Tensor
+    return ("torch",) if library.reason_unavailable() else ("torch", "native", "onednn")
 
 
-def make_step(shape: Shape, dtype: torch.dtype, device: str) -> Step:
-    """Rows whose blocks are scattered over the cache."""
-    generator = torch.Generator().manual_seed(1)
-    needed = [-(-s // BLOCK_SIZE) for _, s in shape.rows]
-    layout = CacheLayout(
-        num_blocks=sum(needed) + 8,
-        num_layers=NUM_LAYERS,
-        num_kv_heads=NUM_KV_HEADS,
-        block_size=BLOCK_SIZE,
-        head_dim=HEAD_DIM,
-    )
-    cache = torch.randn(layout.shape, generator=generator).to(device, dtype)
-    free = torch.randperm(layout.num_blocks, generator=generator).to(torch.int32)
-    tables = torch.zeros((len(shape.rows), max(needed)), dtype=torch.int32)
-    slots, used = [], 0
-    for row, (query_len, seq_len) in enumerate(shape.rows):
-        tables[row, : needed[row]] = free[used : used + needed[row]]
-        used += needed[row]
-        position = torch.arange(seq_len - query_len, seq_len)
-        slots.append(
-            tables[row].long()[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+def measure(case: Case, device: str, floor: float, budget_s: float) -> Iterator[Result]:
+    """A line for each back end that has the kernel."""
+    calls = {name: case.calls[name] for name in backends(device) if name in case.calls}
+    times = medians_s(list(calls.values()), device, budget_s)
+    for backend, seconds in zip(calls, times, strict=True):
+        yield Result(
+            kernel=case.kernel,
+            backend=backend,
+            device=device,
+            dtype=case.dtype,
+            shape=case.shape,
+            median_us=round(seconds * 1e6, 1),
+            gb_per_s=round(case.num_bytes / seconds / 1e9, 2),
+            floor_share=round(case.num_bytes / seconds / floor, 3),
+            gflop_per_s=round(case.flops / seconds / 1e9, 1) if case.flops else None,
+            torch_ratio=round(times[0] / seconds, 2),
         )
-    query_lens = [q for q, _ in shape.rows]
-    num_tokens = sum(query_lens)
-    return Step(
-        q=torch.randn(num_tokens, NUM_HEADS, HEAD_DIM, generator=generator).to(device, dtype),
-        k=torch.randn(num_tokens, NUM_KV_HEADS, HEAD_DIM, generator=generator).to(device, dtype),
-        caches=layer_views(cache, 1),
-        block_tables=tables.to(device),
-        seq_lens=torch.tensor([s for _, s in shape.rows], dtype=torch.int32, device=device),
-        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
-        slot_mapping=torch.cat(slots).to(device),
-    )
 
 
-def attention_bytes(shape: Shape, dtype: torch.dtype) -> int:
-    """Keys and values that the rows must read once."""
-    tokens = sum(min(s, q + shape.window - 1) if shape.window else s for q, s in shape.rows)
-    return tokens * 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize
-
-
-def calls(shape: Shape, step: Step, backend: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """(attention, store) of a back end, ready to be timed."""
-    tables = (step.block_tables, step.seq_lens, step.query_start_loc)
-    arguments: dict[str, Any] = {
-        "scale": HEAD_DIM**-0.5,
-        "window": shape.window,
-        "max_query_len": max(q for q, _ in shape.rows),
-        "max_seq_len": max(s for _, s in shape.rows),
-    }
-    attention: Any = reference.paged_attention
-    store: Any = reference.store_kv
-    if backend == "triton":
-        from kernels import kv_store, paged_attention
-
-        attention, store = paged_attention.paged_attention, kv_store.store_kv
-    else:
-        arguments["plan"] = reference.make_attention_plan(*tables, BLOCK_SIZE, shape.window)
-    return (
-        lambda: attention(step.q, *step.caches, *tables, **arguments),
-        lambda: store(step.k, step.k, *step.caches, step.slot_mapping),
-    )
-
-
-def run(dtype_name: str, emit: Callable[[Result], None]) -> dict[str, float]:
-    """Emits every result; returns the floor in GB/s per device."""
-    dtype = DTYPES[dtype_name]
-    places = [("cpu", "torch")]
-    if torch.cuda.is_available():
-        places += [("cuda", "torch"), ("cuda", "triton")]
-    floors = {device: copy_bytes_per_s(device) for device in {d for d, _ in places}}
-    for device, backend in places:
-        for shape in SHAPES:
-            step = make_step(shape, dtype, device)
-            attention, store = calls(shape, step, backend)
-            sizes = (attention_bytes(shape, dtype), 2 * step.k.nbytes)
-            for kernel, call, num_bytes in zip(
-                ("paged_attention", "store_kv"), (attention, store), sizes, strict=True
-            ):
-                seconds = median_s(call, device)
-                emit(
-                    Result(
-                        kernel=kernel,
-                        backend=backend,
-                        device=device,
-                        dtype=dtype_name,
-                        shape=shape.name,
-                        median_us=round(seconds * 1e6, 1),
-                        kv_gb_per_s=round(num_bytes / seconds / 1e9, 2),
-                        floor_share=round(num_bytes / seconds / floors[device], 3),
-                    )
-                )
+def run(
+    dtype_name: str, emit: Callable[[Result], None], *, quick: bool = False
+) -> dict[str, float]:
+    """Emits every result; returns the floor in GB/s per device. `quick` shows that it works."""
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    size = COPY_BYTES >> 6 if quick else COPY_BYTES
+    floors = {device: copy_bytes_per_s(device, size) for device in devices}
+    for device in devices:
+        cases = kernel_cases.cases(DTYPES[dtype_name], dtype_name, device, quick=quick)
+        with torch.inference_mode():
+            for case in cases:
+                for result in measure(case, device, floors[device], 0 if quick else ROUND_BUDGET_S):
+                    emit(result)
     return {device: round(floor / 1e9, 1) for device, floor in floors.items()}
+
+
+def line(result: Result) -> str:
+    """Of the table."""
+    flops = f"{result.gflop_per_s:7.0f} GF/s" if result.gflop_per_s else " " * 12
+    return (
+        f"{result.kernel:17} {result.backend:7} {result.device:5} {result.shape:30}"
+        f" {result.median_us:10.1f} us {result.gb_per_s:8.2f} GB/s {result.floor_share:7.1%}"
+        f" {flops} {result.torch_ratio:6.1f} x torch\n"
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -203,21 +138,18 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("kernels.json"), help="JSON file")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default=kernel_cases.usual_dtype())
+    parser.add_argument("--quick", action="store_true", help="few rounds: does it work?")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     results: list[Result] = []
 
     def emit(result: Result) -> None:
         results.append(result)
-        sys.stdout.write(
-            f"{result.kernel:16} {result.backend:7} {result.device:5} {result.shape:30}"
-            f" {result.median_us:10.1f} us {result.kv_gb_per_s:8.2f} GB/s"
-            f" {result.floor_share:7.1%} of floor\n"
-        )
+        sys.stdout.write(line(result))
         sys.stdout.flush()
 
-    floors = run(options.dtype, emit)
+    floors = run(options.dtype, emit, quick=options.quick)
     sys.stdout.write(f"floor (torch copy, read + write): {floors} GB/s\n")
     report = {
         "threads": options.threads,

@@ -19,6 +19,7 @@ from tests.e2e.stack import (
     bodies,
     start_streams,
 )
+from tests.kernels.native import needs_native
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -96,6 +97,22 @@ async def test_triton_serves_the_same_tokens_as_torch(
         assert backend_of(stack) == "triton"
         # A chunk shares its step with decodes: they alone need fewer tokens than a step has.
         assert metrics.total("quire:chunked_prefills_total") > 0
+        await asyncio.to_thread(assert_idle, stack)
+    assert_equal_streams(answers, expected["mixed"])
+
+
+@needs_native
+async def test_native_serves_the_same_tokens_as_torch(
+    tiny_model: Path, expected: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    """Through the whole stack: lean forward, paged attention and sampler in native kernels."""
+    with serving(
+        tmp_path, tiny_model, attention_backend="native", max_num_batched_tokens="24"
+    ) as stack:
+        answers = await ask(stack, MIXED)
+        assert backend_of(stack) == "native"
+        assert [e for e in stack.workers[0].events() if e.get("linear") == ["native"]]
+        assert stack.scheduler.metrics().total("quire:chunked_prefills_total") > 0
         await asyncio.to_thread(assert_idle, stack)
     assert_equal_streams(answers, expected["mixed"])
 
