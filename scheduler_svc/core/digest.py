@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler_svc.core.rows import Column, Digests, column
+from scheduler_svc.core.rows import Digests
 
 _MASK = (1 << 64) - 1
 _SLOT, _GENERATION, _INDEX, _BLOCK = (
@@ -14,6 +14,7 @@ _SLOT, _GENERATION, _INDEX, _BLOCK = (
     0xA0761D6478BD642F,
 )
 _GROUP = 0x165667B19E3779F9
+_INDEX64, _BLOCK64, _SHIFT64 = np.uint64(_INDEX), np.uint64(_BLOCK), np.uint64(32)
 # Up to here plain integers are faster than arrays.
 _FEW = 12
 
@@ -27,15 +28,19 @@ def mix(slot: int, generation: int, group: int, index: int, block: int) -> int:
     return value ^ (value >> 32)
 
 
-def mix_columns(slots: Column, generations: Column, indexes: Column, blocks: Column) -> Digests:
-    """The same for many entries of group 0."""
-    value = slots.astype(np.uint64) * _SLOT
-    value ^= generations.astype(np.uint64) * _GENERATION
-    value ^= indexes.astype(np.uint64) * _INDEX
-    value ^= blocks.astype(np.uint64) * _BLOCK
-    value ^= value >> 32
-    value *= _INDEX
-    value ^= value >> 32
+def row_key(slot: int, generation: int) -> int:
+    """What all entries of a slot have in common."""
+    return (slot * _SLOT ^ generation * _GENERATION) & _MASK
+
+
+def mix_columns(row_keys: Digests, indexes: Digests, blocks: Digests) -> Digests:
+    """`mix` for many entries of group 0, in 64-bit arithmetic."""
+    value = indexes * _INDEX64
+    value ^= row_keys
+    value ^= blocks * _BLOCK64
+    value ^= value >> _SHIFT64
+    value *= _INDEX64
+    value ^= value >> _SHIFT64
     return value
 
 
@@ -45,10 +50,9 @@ def table_sum(slot: int, generation: int, first_index: int, blocks: Sequence[int
         entries = enumerate(blocks, start=first_index)
         return sum(mix(slot, generation, 0, index, block) for index, block in entries) & _MASK
     mixed = mix_columns(
-        np.full(len(blocks), slot, np.int64),
-        np.full(len(blocks), generation, np.int64),
-        np.arange(first_index, first_index + len(blocks), dtype=np.int64),
-        column(blocks),
+        np.full(len(blocks), row_key(slot, generation), np.uint64),
+        np.arange(first_index, first_index + len(blocks), dtype=np.uint64),
+        np.fromiter(blocks, np.uint64),
     )
     return int(mixed.sum(dtype=np.uint64))
 

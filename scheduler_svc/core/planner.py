@@ -67,14 +67,15 @@ def plan_step(
         chunk_tokens=config.prefill_chunk_tokens or worker.capacity.max_num_batched_tokens,
     )
     decodes, prefills, preempted = _schedule_decodes(worker, config, budget, preempt)
-    allowance = policy.prefill_allowance(
-        max_gap_ns=config.max_prefill_gap_ns,
-        num_decodes=len(decodes),
-        floor_tokens=worker.capacity.block_size,
-        cost=worker.cost.profile,
-    )
-    if allowance is not None:
-        budget.num_tokens = min(budget.num_tokens, allowance)
+    if config.max_prefill_gap_ns and len(decodes):
+        allowance = policy.prefill_allowance(
+            max_gap_ns=config.max_prefill_gap_ns,
+            num_decodes=len(decodes),
+            floor_tokens=worker.capacity.block_size,
+            cost=worker.cost.profile,
+        )
+        if allowance is not None:
+            budget.num_tokens = min(budget.num_tokens, allowance)
     for request in prefills:
         if worker.running.get(request.slot) is request:
             budget.take(worker, request)

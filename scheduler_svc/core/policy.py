@@ -89,10 +89,10 @@ def prefill_allowance(
 ) -> int | None:
     """Prefill tokens that a step with decodes may hold so that it ends within the gap.
 
-    None for no limit: without decodes, without a gap, or as long as the cost is unknown. At least
-    floor_tokens are always allowed, so that a prompt gets on however short the gap is.
+    None for no limit, as long as the cost is unknown. At least floor_tokens are always allowed, so
+    that a prompt gets on however short the gap is.
     """
-    if num_decodes == 0 or max_gap_ns == 0 or cost.token_us == 0.0:
+    if cost.token_us == 0.0:
         return None
     left_us = max_gap_ns / 1000 - cost.step_us - num_decodes * cost.token_us
     return max(floor_tokens, int(left_us / cost.token_us))

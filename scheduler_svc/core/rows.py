@@ -26,7 +26,8 @@ class Rows:
     has returned. The gap between num_tokens and num_computed is what is left to plan, nothing once
     num_tokens has reached limit (prompt and max_tokens). known is num_tokens at the admission: a
     row that is still there has no sample planned. room is how many tokens the block table holds,
-    planned the tokens in the plan before, 0 for none.
+    planned the tokens in the plan before, 0 for none; digest the sum over the block table, and key
+    what its entries have in common.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -38,6 +39,7 @@ class Rows:
         self.room: Column = np.zeros(num_slots, np.int64)
         self.planned: Column = np.zeros(num_slots, np.int64)
         self.generation: Column = np.zeros(num_slots, np.int64)
+        self.key: Digests = np.zeros(num_slots, np.uint64)
         self.digest: Digests = np.zeros(num_slots, np.uint64)
 
     def begin(self, slot: int, *, num_tokens: int, num_cached: int, limit: int) -> None:

@@ -17,9 +17,15 @@ class StepCost:
     """Mutable; owned by the worker's state."""
 
     def __init__(self, profile: CostProfile) -> None:
-        self.profile = profile
+        self._step_us = profile.step_us
+        self._token_us = profile.token_us
         self._prior_us = profile.token_us
         self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    @property
+    def profile(self) -> CostProfile:
+        """As known now."""
+        return CostProfile(step_us=self._step_us, token_us=self._token_us)
 
     def observe(self, num_tokens: int, step_us: int) -> None:
         """A step of so many tokens took so long. Steps whose time is unknown are passed over."""
@@ -27,8 +33,7 @@ class StepCost:
             return
         time_us = float(step_us)
         if self._n > 10.0:
-            known = self.profile
-            expected = known.step_us + num_tokens * known.token_us
+            expected = self._step_us + num_tokens * self._token_us
             time_us = min(time_us, _MAX_SURPRISE * expected)
         self._n = self._n * _FADE + 1.0
         self._x = self._x * _FADE + num_tokens
@@ -39,4 +44,4 @@ class StepCost:
         spread = max(0.0, self._xx - self._x * mean_x)
         slope = (self._xy - self._x * mean_y + _PRIOR * self._prior_us) / (spread + _PRIOR)
         slope = min(max(0.0, slope), mean_y / mean_x)
-        self.profile = CostProfile(step_us=mean_y - slope * mean_x, token_us=slope)
+        self._step_us, self._token_us = mean_y - slope * mean_x, slope

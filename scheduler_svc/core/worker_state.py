@@ -113,6 +113,7 @@ class WorkerState:
         self.num_pending_prefill += max(0, rows.num_wanted(slot) - 1)
         self._num_unsampled += 1
         generation = int(rows.generation[slot])
+        rows.key[slot] = digest.row_key(slot, generation)
         rows.room[slot] = len(blocks) * self.capacity.block_size
         amount = digest.table_sum(slot, generation, 0, blocks)
         rows.digest[slot] = amount
@@ -125,16 +126,14 @@ class WorkerState:
 
     def grow(self, slots: Column, blocks: list[BlockId]) -> None:
         """Appends a block to the table of each of these slots."""
-        rows = self.rows
+        rows, size = self.rows, self.capacity.block_size
+        room = rows.room[slots]
         amounts = digest.mix_columns(
-            slots,
-            rows.generation[slots],
-            rows.room[slots] // self.capacity.block_size,
-            column(blocks),
+            rows.key[slots], (room // size).astype(np.uint64), np.fromiter(blocks, np.uint64)
         )
-        rows.room[slots] += self.capacity.block_size
+        rows.room[slots] = room + size
         rows.digest[slots] += amounts
-        self._digest = digest.add(self._digest, int(amounts.sum(dtype=np.uint64)))
+        self._digest = digest.add(self._digest, int(np.add.reduce(amounts)))
         running = self.running
         for slot, block in zip(slots.tolist(), blocks, strict=True):
             running[slot].blocks.append(block)

@@ -1,9 +1,9 @@
 """The digest of block tables: values that both ends of a session must compute."""
 
+import numpy as np
 import pytest
 
 from scheduler_svc.core import digest
-from scheduler_svc.core.rows import column
 
 MAX = (1 << 64) - 1
 
@@ -45,7 +45,13 @@ def test_what_is_added_can_be_taken_away() -> None:
 
 def test_columns_are_mixed_as_single_entries_are() -> None:
     entries = [(i, 2 * i + 1, 3 * i, 2**32 - 1 - i) for i in range(300)]
-    mixed = digest.mix_columns(*(column(values) for values in zip(*entries, strict=True)))
+    mixed = digest.mix_columns(
+        np.array(
+            [digest.row_key(slot, generation) for slot, generation, _, _ in entries], np.uint64
+        ),
+        np.array([index for _, _, index, _ in entries], np.uint64),
+        np.array([block for _, _, _, block in entries], np.uint64),
+    )
     assert mixed.tolist() == [digest.mix(s, g, 0, i, b) for s, g, i, b in entries]
 
 
