@@ -6,6 +6,7 @@ interrupted is made anew. Standard library only, for the runner's own environmen
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.local import procs
+from deploy.local import procs, setup
 from tests.clients.catalogue import HERE, Client, Kind
 
 STAMP = "quire-client.json"
+INDEX = "TORCH_INDEX"
 TICK_S = 10.0
 INSTALL_S = 1800.0
 
@@ -52,8 +54,7 @@ def versions(client: Client) -> str:
     if client.kind is Kind.NODE:
         pins = json.loads(client.pins.read_text())["dependencies"]
         return ", ".join(f"{name} {version}" for name, version in pins.items())
-    lines = (line.strip() for line in client.pins.read_text().splitlines())
-    return ", ".join(line.replace("==", " ") for line in lines if line and line[0] not in "#-")
+    return ", ".join(line.replace("==", " ") for line in _lines(client.bare or client.pins))
 
 
 def command(client: Client, folder: Path) -> list[str]:
@@ -66,8 +67,15 @@ def command(client: Client, folder: Path) -> list[str]:
     return ["node", str(folder / client.script)]
 
 
+def _lines(path: Path) -> list[str]:
+    """The requirements in a file."""
+    lines = (line.strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def _stamp(client: Client) -> dict[str, str]:
-    pins = hashlib.sha256(client.pins.read_bytes()).hexdigest()
+    files = [path for path in (client.pins, client.bare) if path is not None]
+    pins = hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
     return {"pins": pins, "python": sys.version}
 
 
@@ -81,7 +89,12 @@ def _install(client: Client, folder: Path) -> None:
     _run(client, [sys.executable, "-m", "venv", str(folder)], folder)
     python = str(folder / "bin" / "python")
     install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    # From its own index, where one is named; the others must find it installed.
+    for torch in (line for line in _lines(client.pins) if line.startswith(f"{setup.TORCH}==")):
+        _run(client, [*install, *setup.index_options(os.environ.get(INDEX, "")), torch], folder)
     _run(client, [*install, "-r", str(client.pins)], folder)
+    if client.bare is not None:
+        _run(client, [*install, "--no-deps", "-r", str(client.bare)], folder)
 
 
 def _run(client: Client, argv: Sequence[str], folder: Path) -> None:
