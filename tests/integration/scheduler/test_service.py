@@ -99,6 +99,25 @@ async def test_requests_flow_and_leave_nothing_behind(server: RedisServer, redis
     assert await redis.get(redis_keys.lease(MODEL)) is None, "a successor need not wait"
 
 
+async def test_a_modest_tenant_passes_a_greedy_ones_queue(
+    server: RedisServer, redis: Redis
+) -> None:
+    worker = FakeWorkerServer(step_s=0.002)
+    greedy = [queued_request(max_tokens=20, tenant="greedy") for _ in range(12)]
+    modest = queued_request(max_tokens=2, tenant="modest", tenant_weight=1.0)
+    fair = {"scheduling_policy": "fair", "max_num_seqs": "2"}
+    async with workers(redis, worker), scheduler(server.url, **fair) as running:
+        await running.ready()
+        for request in (*greedy, modest):
+            await add_request(redis, request)
+        await wait_queue_empty(redis)
+        assert_complete([*greedy, modest], worker)
+    emissions = [*enumerate(worker.emissions)]
+    first = {bytes(each.request_id): place for place, each in reversed(emissions)}
+    before = sum(first[request.request_id] < first[modest.request_id] for request in greedy)
+    assert before <= 4
+
+
 async def test_a_recorded_term_replays(server: RedisServer, redis: Redis, tmp_path: Path) -> None:
     worker = FakeWorkerServer()
     asked = requests(12, max_tokens=9)

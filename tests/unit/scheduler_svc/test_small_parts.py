@@ -28,6 +28,8 @@ def test_settings_become_the_cores_configuration() -> None:
             "QUIRE_WORKER_WAIT_S": "1.5",
             "QUIRE_MAX_NUM_BATCHED_TOKENS": "512",
             "QUIRE_ENABLE_PREFIX_CACHING": "off",
+            "QUIRE_MAX_PREFILL_GAP_MS": "2.5",
+            "QUIRE_PRIORITY_AGEING_S": "0.5",
             "QUIRE_PORT": "8000",
         },
     )
@@ -36,6 +38,7 @@ def test_settings_become_the_cores_configuration() -> None:
     assert (core.scheduling_policy, core.max_inflight_steps) == ("static", 4)
     assert (core.worker_wait_ns, core.max_num_batched_tokens) == (1_500_000_000, 512)
     assert not core.enable_prefix_caching
+    assert (core.max_prefill_gap_ns, core.priority_ageing_ns) == (2_500_000, 500_000_000)
 
 
 def test_equal_models_hash_equally_and_others_do_not() -> None:
