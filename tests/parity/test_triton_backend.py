@@ -30,8 +30,8 @@ def serve(folder: Path, backend: str) -> tuple[list[Request], Any, int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonBackend, "attend", counting)
-        # Chunks of 32 at most: the interpreter takes its time, also for the warm-up.
-        runner = runner_of(folder, attention_backend=backend, max_num_batched_tokens=32)
+        # Steps of 16 tokens at most: the interpreter takes its time, also for the warm-up.
+        runner = runner_of(folder, attention_backend=backend, max_num_batched_tokens=16)
         calls = 0
         generator = torch.Generator().manual_seed(3)
         requests = [
@@ -40,11 +40,11 @@ def serve(folder: Path, backend: str) -> tuple[list[Request], Any, int, int]:
                 tuple(
                     torch.randint(0, families.VOCABULARY, (length,), generator=generator).tolist()
                 ),
-                5,
+                4,
             )
-            for number, length in enumerate((1, 20, 40))
+            for number, length in enumerate((1, 5, 36))
         ]
-        scheduler = FakeScheduler([runner], chunk=16)
+        scheduler = FakeScheduler([runner], chunk=14, budget=16)
         with recorded_logits() as recording:
             scheduler.run(requests)
     return requests, recording, scheduler.num_mixed_steps, calls
