@@ -28,8 +28,7 @@ _log = get_logger("scheduler.term")
 class _Room:
     """Whether the core may be given more requests: fewer than MAX_WAITING wait.
 
-    Counting walks over all requests, so it is done every LOOK_PERIOD_NS; in between, what has been
-    read since counts as waiting.
+    The core is asked every LOOK_PERIOD_NS; in between, what has been read since counts as waiting.
     """
 
     def __init__(self, core: Core, clock: Clock, outbox: CompletionOutbox) -> None:

@@ -170,6 +170,7 @@ class Admission:
         """Whether the request waits for the cache that a running one is filling."""
         config, worker = self._config, placement.worker
         held = policy.holds_back(
+            config.scheduling_policy,
             num_coming=self._sharing.num_coming(request, worker, len(placement.cached)),
             num_holds=request.num_holds,
             min_tokens=config.hold_back_tokens,

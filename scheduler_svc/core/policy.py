@@ -99,13 +99,20 @@ def prefill_allowance(
 
 
 def holds_back(
-    *, num_coming: int, num_holds: int, min_tokens: int, max_holds: int, cost: CostProfile
+    policy: str,
+    *,
+    num_coming: int,
+    num_holds: int,
+    min_tokens: int,
+    max_holds: int,
+    cost: CostProfile,
 ) -> bool:
     """Whether a request waits until a running one has filled num_coming tokens that both share.
 
     Worth it if they are at least as much work as the fixed time of the step that it waits for.
+    With `static` it would miss its batch.
     """
-    if min_tokens == 0 or num_holds >= max_holds:
+    if policy == "static" or min_tokens == 0 or num_holds >= max_holds:
         return False
     is_worth_it = cost.token_us == 0.0 or num_coming * cost.token_us >= cost.step_us
     return num_coming >= min_tokens and is_worth_it

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -88,8 +89,9 @@ def test_a_wait_must_save_more_than_a_step(step_us: float, held: int) -> None:
     assert c.core.stats.num_held_back == held
 
 
-def test_holding_back_can_be_turned_off() -> None:
-    c = cluster(hold_back_tokens=0)
+@pytest.mark.parametrize("config", [{"hold_back_tokens": 0}, {"scheduling_policy": "static"}])
+def test_holding_back_can_be_turned_off_and_is_with_static(config: dict[str, Any]) -> None:
+    c = cluster(**config)
     c.begin(block_size=SIZE, num_blocks=100, max_num_batched_tokens=256)
     c.arrive_together(*(make_request(n, prompt=64, family=1, max_tokens=1) for n in "ab"))
     c.run()
