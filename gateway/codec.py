@@ -21,7 +21,7 @@ from gateway.core.types import (
     Usage,
     WorkerRecord,
 )
-from gateway.core.validation import RawRequest
+from gateway.core.validation import RawRequest, check_lengths
 
 __all__ = ["DecodeError"]
 
@@ -196,6 +196,20 @@ _NULLABLE = (
 )
 # And those that are true where they are not set.
 _TRUE_UNLESS_SET = ("skip_special_tokens", "add_special_tokens", "add_generation_prompt")
+
+
+def check_generate(request: inference_pb2.GenerateRequest) -> None:
+    """A message of a few bytes an entry can hold millions: they are counted before they are read.
+
+    Raises RequestRejected.
+    """
+    check_lengths(
+        num_messages=len(request.messages.messages),
+        num_prompt_ids=len(request.token_ids.ids),
+        num_stops=len(request.stop),
+        num_stop_tokens=len(request.stop_token_ids),
+        num_biases=len(request.logit_bias),
+    )
 
 
 def decode_generate(

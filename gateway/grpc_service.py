@@ -70,10 +70,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Streams the answer to one prompt."""
-        raw = codec.decode_generate(
-            request, tenant=self._callers(context), traceparent=_traceparent(context)
-        )
         try:
+            codec.check_generate(request)
+            raw = codec.decode_generate(
+                request, tenant=self._callers(context), traceparent=_traceparent(context)
+            )
             live = await self._engine.submit(raw)
         except GatewayError as error:
             await self._abort(context, error)

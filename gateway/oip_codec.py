@@ -73,13 +73,12 @@ def decode_infer(request: pb.ModelInferRequest, tenant: str) -> InferCall:
     """What a client asks for. Raises RequestRejected."""
     check_version(request.model_version)
     check_outputs([output.name for output in request.outputs[: MAX_TENSORS + 1]])
-    raw = list(request.raw_input_contents)
     if max(len(request.inputs), len(request.outputs), len(request.parameters)) > MAX_TENSORS:
         raise _invalid("inputs", f"at most {MAX_TENSORS} tensors, outputs and parameters")
-    if raw and len(raw) != len(request.inputs):
-        raise _invalid(
-            "raw_input_contents", f"{len(raw)} contents for {len(request.inputs)} inputs"
-        )
+    num_raw = len(request.raw_input_contents)
+    if num_raw and num_raw != len(request.inputs):
+        raise _invalid("raw_input_contents", f"{num_raw} contents for {len(request.inputs)} inputs")
+    raw = list(request.raw_input_contents)
     tensors = [
         Tensor(
             name=given.name,

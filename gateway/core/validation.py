@@ -13,6 +13,8 @@ from gateway.core.prompt import Message
 from gateway.core.types import ModelInfo, Sampling
 
 MAX_PROMPTS = 128
+MAX_MESSAGES = 4096
+MAX_PROMPT_IDS = 2**20
 MAX_LIST_TOKENS = 2**20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -161,6 +163,26 @@ def check_count(num_prompts: int) -> None:
         raise invalid("prompt", f"at most {MAX_PROMPTS} prompts, not {num_prompts}")
 
 
+def check_lengths(
+    *,
+    num_messages: int = 0,
+    num_prompt_ids: int = 0,
+    num_stops: int = 0,
+    num_stop_tokens: int = 0,
+    num_biases: int = 0,
+) -> None:
+    """How long lists may be. Comes first, and before anything is made of what they hold."""
+    for param, what, most, count in (
+        ("messages", "messages", MAX_MESSAGES, num_messages),
+        ("prompt", "token ids", MAX_PROMPT_IDS, num_prompt_ids),
+        ("stop", "strings", MAX_STOPS, num_stops),
+        ("stop_token_ids", "ids", MAX_STOP_TOKENS, num_stop_tokens),
+        ("logit_bias", "tokens", MAX_BIASES, num_biases),
+    ):
+        if count > most:
+            raise invalid(param, f"at most {most} {what}, not {count}")
+
+
 def check_all(raws: Sequence[RawRequest], model: ModelInfo) -> list[CheckedRequest]:
     """The prompts of one request, which share all else."""
     check_count(len(raws))
@@ -177,6 +199,13 @@ def check_all(raws: Sequence[RawRequest], model: ModelInfo) -> list[CheckedReque
 
 def check(raw: RawRequest, model: ModelInfo) -> CheckedRequest:
     """Everything that can be said before tokenizing."""
+    check_lengths(
+        num_messages=len(raw.messages or ()),
+        num_prompt_ids=len(raw.token_ids or ()),
+        num_stops=len(raw.stop),
+        num_stop_tokens=len(raw.stop_token_ids),
+        num_biases=len(raw.logit_bias or ()),
+    )
     prompt = check_prompt(raw, model)
     for name, value in raw.extras.items():
         if not _is_neutral(value, NOT_BUILT[name]):
@@ -390,8 +419,6 @@ def _check_name(param: str, name: str | None, *, least: int) -> None:
 
 
 def _check_stops(stops: Sequence[str]) -> tuple[str, ...]:
-    if len(stops) > MAX_STOPS:
-        raise invalid("stop", f"at most {MAX_STOPS} strings, not {len(stops)}")
     for stop in stops:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise invalid("stop", f"each string must have 1 to {MAX_STOP_CHARS} characters")
@@ -401,8 +428,6 @@ def _check_stops(stops: Sequence[str]) -> tuple[str, ...]:
 
 def _stop_tokens(raw: RawRequest, model: ModelInfo) -> tuple[int, ...]:
     ids = raw.stop_token_ids
-    if len(ids) > MAX_STOP_TOKENS:
-        raise invalid("stop_token_ids", f"at most {MAX_STOP_TOKENS} ids, not {len(ids)}")
     check_token_ids("stop_token_ids", ids, model)
     eos = () if raw.ignore_eos else model.eos_token_ids
     return tuple(dict.fromkeys((*ids, *eos)))
@@ -411,20 +436,18 @@ def _stop_tokens(raw: RawRequest, model: ModelInfo) -> tuple[int, ...]:
 def _biases(
     bias: Mapping[str, float] | Mapping[int, float], model: ModelInfo
 ) -> tuple[tuple[int, float], ...]:
-    if len(bias) > MAX_BIASES:
-        raise invalid("logit_bias", f"at most {MAX_BIASES} tokens, not {len(bias)}")
-    found: dict[int, float] = {}
-    for key, value in bias.items():
-        token = _token_of(key)
-        if token is None or not 0 <= token < model.vocab_size:
-            raise invalid("logit_bias", f"keys must be token ids from 0 to {model.vocab_size - 1}")
+    # Keys first: a map has no order, and which of two faults is named must not hang on it.
+    found = (_token_of(key) for key in bias)
+    tokens = [t for t in found if t is not None and 0 <= t < model.vocab_size]
+    if len(tokens) != len(bias):
+        raise invalid("logit_bias", f"keys must be token ids from 0 to {model.vocab_size - 1}")
+    for value in bias.values():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not -MAX_BIAS <= value <= MAX_BIAS:
             raise invalid(
                 "logit_bias", f"values must be numbers from {-MAX_BIAS:.0f} to {MAX_BIAS:.0f}"
             )
-        found[token] = float(value)
-    return tuple(sorted(found.items()))
+    return tuple(sorted(zip(tokens, map(float, bias.values()), strict=True)))
 
 
 def _token_of(key: str | int) -> int | None:

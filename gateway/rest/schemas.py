@@ -19,12 +19,18 @@ from pydantic import (
 
 from gateway.core.errors import RejectReason, RequestRejected
 from gateway.core.prompt import Message
-from gateway.core.validation import MAX_PROMPTS, NOT_BUILT, RawRequest, check_count, invalid
+from gateway.core.validation import (
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    NOT_BUILT,
+    RawRequest,
+    check_count,
+    invalid,
+)
 from servicekit import logs
 
 # JSON has one kind of number; booleans and strings are none.
 StrictNumber = Annotated[float, Field(strict=True)]
-MAX_MESSAGES = 4096
 MAX_LOGGED_FIELDS, MAX_LOGGED_CHARS = 16, 64
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 # Checked by `_prompts`: a union's branches would each list all that is wrong with a long list.

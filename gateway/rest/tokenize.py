@@ -8,12 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.core.errors import RejectReason, RequestRejected
-from gateway.core.validation import RawRequest
+from gateway.core.validation import MAX_MESSAGES, RawRequest
 from gateway.engine import Engine
 from gateway.rest.auth import Guarded, Open, caller_of
 from gateway.rest.bodies import BodyReader, refuse_unbuilt
 from gateway.rest.errors import to_json
-from gateway.rest.schemas import MAX_MESSAGES, ChatMessage, to_messages
+from gateway.rest.schemas import ChatMessage, to_messages
 
 MAX_TOKENS = 2**20
 NOT_BUILT: Mapping[str, tuple[object, ...]] = {
