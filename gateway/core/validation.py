@@ -199,13 +199,7 @@ def check_all(raws: Sequence[RawRequest], model: ModelInfo) -> list[CheckedReque
 
 def check(raw: RawRequest, model: ModelInfo) -> CheckedRequest:
     """Everything that can be said before tokenizing."""
-    check_lengths(
-        num_messages=len(raw.messages or ()),
-        num_prompt_ids=len(raw.token_ids or ()),
-        num_stops=len(raw.stop),
-        num_stop_tokens=len(raw.stop_token_ids),
-        num_biases=len(raw.logit_bias or ()),
-    )
+    _check_lengths_of(raw)
     prompt = check_prompt(raw, model)
     for name, value in raw.extras.items():
         if not _is_neutral(value, NOT_BUILT[name]):
@@ -346,6 +340,16 @@ def check_token_ids(param: str, ids: Sequence[int], model: ModelInfo) -> None:
     """Nothing else may index a table."""
     if ids and (min(ids) < 0 or max(ids) >= model.vocab_size):
         raise invalid(param, f"token ids must be from 0 to {model.vocab_size - 1}, the vocabulary")
+
+
+def _check_lengths_of(raw: RawRequest) -> None:
+    check_lengths(
+        num_messages=len(raw.messages or ()),
+        num_prompt_ids=len(raw.token_ids or ()),
+        num_stops=len(raw.stop),
+        num_stop_tokens=len(raw.stop_token_ids),
+        num_biases=len(raw.logit_bias or ()),
+    )
 
 
 def _check_messages(
