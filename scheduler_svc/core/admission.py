@@ -48,6 +48,7 @@ class _Fill:
     admitted: list[Request] = field(default_factory=list)
     # Looked at and did not fit anywhere.
     passed: list[Request] = field(default_factory=list)
+    most_skips: int = 0
     # Can't keep their deadline.
     late: list[Request] = field(default_factory=list)
     # The lowest counter of those that were looked at and not admitted.
@@ -111,7 +112,7 @@ class Admission:
         return (
             fill.num_left < _MAX_SCAN
             and self._is_open(fill.worker, fill.budget, len(fill.admitted))
-            and not any(passed.num_skips >= max_skips for passed in fill.passed)
+            and fill.most_skips < max_skips
             and (
                 not self._is_fair
                 or policy.may_lead(counter=counter, least=fill.least, max_lead=max_lead)
@@ -120,35 +121,57 @@ class Admission:
 
     def _consider(self, fill: _Fill, request: Request, *, last_chance: bool = False) -> None:
         """Admits the request if it belongs on this worker now."""
-        worker = fill.worker
         workers = [w for w in self.eligible(request) if not w.draining]
-        if worker not in workers:
+        if fill.worker not in workers:
             return
-        reason = Wait.TURN
-        placement = planner.find_placement(request, workers, self._config, self._sharing.match)
-        if placement is None:
+        placement, reason = self._find_placement(fill, request, workers)
+        if reason is Wait.BLOCKS:
             fill.passed.append(request)
-            reason = Wait.BLOCKS
-        elif placement.worker is worker:
+            fill.most_skips = max(fill.most_skips, request.num_skips)
+        elif placement is not None and placement.worker is fill.worker:
             if not last_chance and self._is_too_late(request, placement, fill.now_ns):
                 fill.late.append(request)
             elif self._is_held_back(request, placement):
                 reason = Wait.HELD_BACK
             else:
-                if self._is_fair:
-                    self._tenants.raise_floor(min(fill.least, request.tenant.counter))
-                    if self._waiting.num_lanes > 1:
-                        self._overtakes.note(request.sequence, fill.now_ns)
-                self._admit(request, placement, fill.now_ns)
-                fill.budget.take(worker, request)
-                fill.admitted.append(request)
-                for skipped in fill.passed:
-                    skipped.num_skips += 1
+                self._take(fill, request, placement)
                 return
         fill.num_left += 1
         fill.left[request.tenant] += 1
         fill.least = min(fill.least, request.tenant.counter)
         request.waits.turn_to(reason, fill.now_ns, self.overtaken_ns(request))
+
+    def _find_placement(
+        self, fill: _Fill, request: Request, workers: list[WorkerState]
+    ) -> tuple[Placement | None, Wait]:
+        """Where the request would go, and what it waits for otherwise.
+
+        A match costs as much as the prompt is long, so an answer stands until something has changed
+        that it depends on: blocks have been freed, or those that are coming have come.
+        """
+        config = self._config
+        if request.held_for in fill.worker.coming and request.num_holds < config.max_holds:
+            request.num_holds += 1
+            return None, Wait.HELD_BACK
+        freed = tuple((worker.session, worker.pool.num_released) for worker in workers)
+        if request.had_no_room_at == freed:
+            return None, Wait.BLOCKS
+        placement = planner.find_placement(request, workers, config, self._sharing.match)
+        request.had_no_room_at = freed if placement is None else None
+        return placement, Wait.BLOCKS if placement is None else Wait.TURN
+
+    def _take(self, fill: _Fill, request: Request, placement: Placement) -> None:
+        """Admits the request into the step."""
+        if self._is_fair:
+            self._tenants.raise_floor(min(fill.least, request.tenant.counter))
+            if self._waiting.num_lanes > 1:
+                self._overtakes.note(request.sequence, fill.now_ns)
+        self._admit(request, placement, fill.now_ns)
+        fill.budget.take(fill.worker, request)
+        fill.admitted.append(request)
+        for skipped in fill.passed:
+            skipped.num_skips += 1
+        fill.most_skips += bool(fill.passed)
 
     def overtaken_ns(self, request: Request) -> int | None:
         """When, with `fair`, a later one was first admitted."""
@@ -169,16 +192,19 @@ class Admission:
     def _is_held_back(self, request: Request, placement: Placement) -> bool:
         """Whether the request waits for the cache that a running one is filling."""
         config, worker = self._config, placement.worker
+        coming = self._sharing.coming(request, worker, len(placement.cached))
         held = policy.holds_back(
             config.scheduling_policy,
-            num_coming=self._sharing.num_coming(request, worker, len(placement.cached)),
+            num_coming=len(coming) * worker.capacity.block_size,
             num_holds=request.num_holds,
             min_tokens=config.hold_back_tokens,
             max_holds=config.max_holds,
             cost=worker.cost.profile,
         )
-        self._stats.num_held_back += held and request.num_holds == 0
-        request.num_holds += held
+        if held:
+            self._stats.num_held_back += request.num_holds == 0
+            request.num_holds += 1
+            request.held_for = coming[-1]
         return held
 
     def _is_open(self, worker: WorkerState, budget: StepBudget, num_admitted: int) -> bool:

@@ -37,6 +37,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        # Owners taken from blocks so far: as long as it stays, there is no more room than before.
+        self.num_released = 0
         self._counts = [0] * num_blocks
         self._free: OrderedDict[BlockId, None] = OrderedDict(
             (BlockId(i), None) for i in range(num_blocks)
@@ -110,6 +112,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Takes an owner from each block. Tails of a chain will be evicted before its head."""
+        self.num_released += len(blocks)
         for block in reversed(blocks):
             assert self._counts[block] > 0, f"block {block} is freed twice"
             self._counts[block] -= 1

@@ -69,6 +69,9 @@ class Request:
     num_preemptions: int = 0
     num_skips: int = 0
     num_holds: int = 0
+    # The last block it is held back for, and what had been freed when there was no room for it.
+    held_for: BlockHash | None = None
+    had_no_room_at: tuple[tuple[int, int], ...] | None = None
     num_losses: int = 0
     tokens_at_loss: int = -1
     stranded_since_ns: int | None = None

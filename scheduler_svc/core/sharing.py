@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 from scheduler_svc.core import prefix
 from scheduler_svc.core.blocks import CachedBlock, PrefixMatch
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.types import BlockId, PrefixStop
+from scheduler_svc.core.types import BlockHash, BlockId, PrefixStop
 from scheduler_svc.core.worker_state import WorkerState
 
 
@@ -39,13 +39,12 @@ class PrefixSharing:
             lambda index: _tokens_of(request, size, index),
         )
 
-    def num_coming(self, request: Request, worker: WorkerState, num_cached: int) -> int:
-        """Tokens after the num_cached blocks that running requests are about to put into blocks."""
+    def coming(self, request: Request, worker: WorkerState, num_cached: int) -> list[BlockHash]:
+        """Names after the num_cached blocks of blocks that running requests are about to fill."""
         if not worker.coming:
-            return 0
+            return []
         names = islice(request.block_hashes, num_cached, self._num_usable(request, worker))
-        num_blocks = sum(1 for _ in takewhile(worker.coming.__contains__, names))
-        return num_blocks * worker.capacity.block_size
+        return list(takewhile(worker.coming.__contains__, names))
 
     def announce(self, request: Request, worker: WorkerState) -> None:
         """The request, just admitted, will fill the blocks of its known tokens."""

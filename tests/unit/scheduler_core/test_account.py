@@ -70,8 +70,7 @@ def test_being_held_back() -> None:
     c.begin(block_size=4)
     c.arrive_together(*(make_request(n, prompt=64, family=1, max_tokens=1) for n in "ab"))
     c.run()
-    # After two chunks fewer than 32 tokens are left to wait for.
-    assert waited_ms(c, "b") == {Wait.HELD_BACK: 2.0}
+    assert waited_ms(c, "b") == {Wait.HELD_BACK: 4.0}
 
 
 def test_with_fair_the_time_after_later_ones_have_gone_first_is_fairness() -> None:

@@ -144,3 +144,30 @@ def test_of_many_that_do_not_fit_a_few_are_looked_at(policy: str) -> None:
         c.now_ns += MS
         counts.append(count_calls(c, c.result())[0])
     assert counts[1] <= counts[0] + 10
+
+
+@pytest.mark.parametrize("what", ["no room", "held back"])
+def test_long_prompts_that_wait_are_not_matched_in_each_step(what: str) -> None:
+    """64 of 63 blocks each are looked at; a match makes a call for each block that it finds."""
+    c = Cluster(make_core(max_inflight_steps=1, prefill_chunk_tokens=160, watermark=0.0))
+    c.begin(
+        num_slots=100,
+        num_blocks=140,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=4096,
+        max_model_len=4000,
+    )
+    if what == "no room":
+        c.arrive(make_request("fills", prompt=1000, family=1, max_tokens=1))
+        c.run()
+        c.arrive(make_request("runs", prompt=1000, max_tokens=40))
+    else:
+        c.arrive(make_request("runs", prompt=1000, family=1, max_tokens=40))
+    prompt = 2000 if what == "no room" else 1000
+    for i in range(64):
+        c.arrive(make_request(f"r{i}", prompt=prompt, family=1, max_tokens=9))
+    c.steps(4)
+    c.now_ns += MS
+    count, _ = count_calls(c, c.result())
+    assert c.core.view().num_waiting == 64
+    assert count <= 64 * 20
