@@ -23,6 +23,7 @@ import torch
 
 from benchmarks import kernel_cases
 from benchmarks.kernel_cases import Case
+from gpu_worker.runner import keep_freed_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COPY_BYTES = 256 << 20
@@ -142,6 +143,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds: does it work?")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
+    keep_freed_memory()
     results: list[Result] = []
 
     def emit(result: Result) -> None:

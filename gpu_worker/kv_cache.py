@@ -7,8 +7,6 @@ it is gpu_memory_utilization of the device, less what weights and a full step ta
 The cache starts as zeros and holds whatever rows wrote after that.
 """
 
-import contextlib
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch
 
 from gpu_worker.models import KvShape
 from kernels.cache_layout import CacheLayout
+from kernels.native import memory
 
 GIB = 2**30
 CPU_SHARE = 0.25
@@ -129,14 +128,7 @@ def device_cache_bytes(memory: DeviceMemory, utilization: float) -> int:
 
 
 def allocate(of: CacheLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The cache, zeros. On a CPU memory is taken page by page as blocks are first written.
-
-    Large pages are asked for there: blocks are read in no order, and with small pages the look-up
-    of their places took a tenth of the time of attention.
-    """
+    """The cache, zeros. On a CPU its pages are taken as blocks are first written."""
     if device.type != "cpu":
         return torch.zeros(of.shape, dtype=dtype, device=device)
-    raw = mmap.mmap(-1, of.total_bytes(dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):  # a kernel without them
-        raw.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(raw, dtype=dtype).view(of.shape)
+    return memory.zeros(of.shape, dtype)

@@ -97,28 +97,39 @@ void tile(const LinearCall& call, const typename Kind::Input* x, int64_t x_row,
   }
 }
 
+// The rows in tiles of about one size.
 template <class Kind, int P, class Out>
 void rows_of(const LinearCall& call, const typename Kind::Input* x, int64_t x_row,
              const typename Kind::Weight* panels, int64_t panel_size, int64_t column, Out* out) {
-  int64_t m = 0;
-  const auto at = [&](int64_t row) { return x + row * x_row; };
-  const auto to = [&](int64_t row) { return out + row * call.out_row; };
-#define QUIRE_TILE(R)                                                                       \
-  tile<Kind, R, P>(call, at(m), x_row, panels, panel_size, column, to(m)); \
-  m += R
+  int64_t tiles = (call.rows + kMostRows - 1) / kMostRows;
+  for (int64_t m = 0; m < call.rows; tiles--) {
+    const int64_t rows = (call.rows - m + tiles - 1) / tiles;
+    const auto* from = x + m * x_row;
+    Out* to = out + m * call.out_row;
+#define QUIRE_TILE(R)                                                                 \
+  case R:                                                                             \
+    tile<Kind, R, P>(call, from, x_row, panels, panel_size, column, to);              \
+    break
+    switch (rows) {
+      QUIRE_TILE(1);
+      QUIRE_TILE(2);
+      QUIRE_TILE(3);
+      QUIRE_TILE(4);
+      QUIRE_TILE(5);
+      QUIRE_TILE(6);
 #if defined(__AVX512F__)
-  while (call.rows - m >= 12) { QUIRE_TILE(12); }
+      QUIRE_TILE(7);
+      QUIRE_TILE(8);
+      QUIRE_TILE(9);
+      QUIRE_TILE(10);
+      QUIRE_TILE(11);
+      QUIRE_TILE(12);
 #endif
-  while (call.rows - m >= 6) { QUIRE_TILE(6); }
-  switch (call.rows - m) {
-    case 5: QUIRE_TILE(5); break;
-    case 4: QUIRE_TILE(4); break;
-    case 3: QUIRE_TILE(3); break;
-    case 2: QUIRE_TILE(2); break;
-    case 1: QUIRE_TILE(1); break;
-    default: break;
-  }
+      default: break;
+    }
 #undef QUIRE_TILE
+    m += rows;
+  }
 }
 
 template <class Kind, class Out>

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import check_linear, check_native
-from kernels.native import library
+from kernels.native import library, memory
 
 LANES = 16
 FP32, BF16, BF16_PAIRS = 0, 1, 2  # kinds of packed weights, as linear.cpp numbers them
@@ -32,10 +32,9 @@ def pack(weight: Tensor, kind: int) -> Tensor:
     if missing:
         weight = torch.cat((weight, weight.new_zeros((missing, depth))))
     panels = weight.to(torch.float32 if kind == FP32 else torch.bfloat16)
-    panels = panels.view(-1, LANES, depth)
-    if kind == BF16_PAIRS:
-        return panels.view(-1, LANES, depth // 2, 2).transpose(1, 2).contiguous()
-    return panels.transpose(1, 2).contiguous()
+    steps = (depth // 2, 2) if kind == BF16_PAIRS else (depth,)
+    panels = panels.view(-1, LANES, *steps).transpose(1, 2)
+    return memory.zeros(tuple(panels.shape), panels.dtype).copy_(panels)
 
 
 class Linear(Protocol):
