@@ -216,7 +216,7 @@ class Stack:
             "QUIRE_NUM_THREADS": threads,
             "OMP_NUM_THREADS": threads,
             "QUIRE_DRAIN_S": "5",
-            **({"OMP_WAIT_POLICY": "PASSIVE"} if workers > 1 else {}),
+            "OMP_WAIT_POLICY": "PASSIVE",
             **(settings or {}),
         }
         data = folder / "redis"

@@ -105,10 +105,9 @@ def _worker(common: dict[str, str], chosen: Options, index: int, ports: FreePort
         "QUIRE_WORKER_ID": name,
         "QUIRE_NUM_THREADS": threads,
         "OMP_NUM_THREADS": chosen.environ.get("OMP_NUM_THREADS") or threads,
+        # Threads that spin at barriers starve whatever else runs here: other workers, the gateway.
+        "OMP_WAIT_POLICY": chosen.environ.get("OMP_WAIT_POLICY") or "PASSIVE",
     }
-    if chosen.workers > 1:
-        # Spinning at barriers starves the other workers' threads.
-        variables["OMP_WAIT_POLICY"] = chosen.environ.get("OMP_WAIT_POLICY") or "PASSIVE"
 
     def more() -> tuple[dict[str, str], dict[str, int]]:
         own, ops = ports.take(), ports.take()
