@@ -147,17 +147,20 @@ class Admission:
         """Where the request would go, and what it waits for otherwise.
 
         A match costs as much as the prompt is long, so an answer stands until something has changed
-        that it depends on: blocks have been freed, or those that are coming have come.
+        that it depends on: blocks have been freed, or blocks of prompts have been filled.
         """
         config = self._config
         if request.held_for in fill.worker.coming and request.num_holds < config.max_holds:
             request.num_holds += 1
             return None, Wait.HELD_BACK
-        freed = tuple((worker.session, worker.pool.num_released) for worker in workers)
-        if request.had_no_room_at == freed:
+        changes = tuple(
+            (worker.session, worker.pool.num_released + worker.num_prompt_blocks)
+            for worker in workers
+        )
+        if request.had_no_room_at == changes:
             return None, Wait.BLOCKS
         placement = planner.find_placement(request, workers, config, self._sharing.match)
-        request.had_no_room_at = freed if placement is None else None
+        request.had_no_room_at = changes if placement is None else None
         return placement, Wait.BLOCKS if placement is None else Wait.TURN
 
     def _take(self, fill: _Fill, request: Request, placement: Placement) -> None:

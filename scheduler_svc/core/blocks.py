@@ -37,7 +37,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        # Owners taken from blocks so far: as long as it stays, there is no more room than before.
+        # Owners taken from blocks so far; as long as it stays, no more blocks are free.
         self.num_released = 0
         self._counts = [0] * num_blocks
         self._free: OrderedDict[BlockId, None] = OrderedDict(

@@ -69,7 +69,7 @@ class Request:
     num_preemptions: int = 0
     num_skips: int = 0
     num_holds: int = 0
-    # The last block it is held back for, and what had been freed when there was no room for it.
+    # The last block it is held back for, and what had changed so far when it had no room.
     held_for: BlockHash | None = None
     had_no_room_at: tuple[tuple[int, int], ...] | None = None
     num_losses: int = 0

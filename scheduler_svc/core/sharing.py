@@ -79,8 +79,9 @@ class PrefixSharing:
                 content = tokens[index * size : (index + 1) * size].tobytes()
                 if index == len(names):
                     names.append(child(parent, content))
-                elif coming:
+                else:
                     coming.pop(names[index], None)
+                    worker.num_prompt_blocks += 1
                 filled.append((blocks[index], CachedBlock(names[index], parent, content)))
             request.num_published = end
         worker.pool.publish(filled)

@@ -59,6 +59,8 @@ class WorkerState:
         )
         # Names of blocks that running requests are about to fill, and who fills them.
         self.coming: dict[BlockHash, Request] = {}
+        # Blocks of known tokens that have been filled so far: what others may share, more or less.
+        self.num_prompt_blocks = 0
         self.in_flight: deque[StepInFlight] = deque()
         self.last_step = last_step
         self.last_result_step = last_step

@@ -161,6 +161,7 @@ def test_long_prompts_that_wait_are_not_matched_in_each_step(what: str) -> None:
         c.arrive(make_request("fills", prompt=1000, family=1, max_tokens=1))
         c.run()
         c.arrive(make_request("runs", prompt=1000, max_tokens=40))
+        c.steps(8)
     else:
         c.arrive(make_request("runs", prompt=1000, family=1, max_tokens=40))
     prompt = 2000 if what == "no room" else 1000

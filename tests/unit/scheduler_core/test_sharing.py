@@ -138,6 +138,19 @@ def test_a_block_of_output_is_shared_from_the_result_that_filled_it() -> None:
     assert num_cached(c, "next") == [8]
 
 
+def test_one_without_room_is_looked_at_again_when_more_of_it_can_be_shared() -> None:
+    """Eight blocks are free: 14 are too many, but not when seven of them are shared."""
+    c = cluster(prefill_chunk_tokens=16, watermark=0.0, hold_back_tokens=0)
+    c.begin(block_size=SIZE, num_blocks=18)
+    c.arrive(make_request("runs", prompt=40, family=1, max_tokens=30))
+    c.arrive(make_request("waits", prompt=56, family=1, max_tokens=2))
+    c.steps(3)
+    assert c.row("runs") == 8
+    c.steps(2)
+    assert c.row("waits") > 0
+    c.run()
+
+
 def test_salts_are_not_held_back_for_each_other() -> None:
     c = cluster()
     c.begin(block_size=SIZE, num_blocks=100, max_num_batched_tokens=256)
