@@ -22,6 +22,11 @@ namespace quire {
 
 constexpr int64_t kSpan = 256;     // keys; a multiple of kLanes
 constexpr int64_t kStretch = 32;   // keys whose values are weighed while they are near
+#if defined(__AVX512F__)
+constexpr int kWide = 2;           // vectors of three rows that registers hold beside the rest
+#else
+constexpr int kWide = 1;
+#endif
 constexpr int64_t kTileRows = 32;  // query rows of a tile, unless one token has more heads
 
 // Query rows that stand together: positions rise by one every `group` rows.
@@ -167,11 +172,12 @@ inline void soften(float* s, int64_t from, int64_t to, int64_t begin, int64_t en
   sums[1] = sum(total);
 }
 
+// Asks for a row, to be in the second cache when it is read.
 template <class T>
 inline void fetch(const void* row, int64_t dim) {
   const char* at = static_cast<const char*>(row);
   for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(T)); byte += 64) {
-    __builtin_prefetch(at + byte);
+    __builtin_prefetch(at + byte, 0, 2);
   }
 }
 
@@ -184,6 +190,7 @@ void locate(const AttentionCall& call, int64_t row, int64_t kv_head, int64_t bas
   const T* k_head = static_cast<const T*>(call.k_cache) + kv_head * call.cache_head;
   const T* v_head = static_cast<const T*>(call.v_cache) + kv_head * call.cache_head;
   for (int64_t n = from; n < to + kLanes; n++) scratch.keys[n] = scratch.zeros.data();
+  for (int64_t n = from; n < begin; n++) scratch.values[n] = scratch.zeros.data();
   for (int64_t n = end; n < end + kStretch; n++) scratch.values[n] = scratch.zeros.data();
   for (int64_t n = begin; n < end;) {
     const int64_t key = base + n, slot = key % call.block_size;
@@ -214,7 +221,7 @@ void weigh_tile(const Tile& tile, const AttentionCall& call, int64_t wide, int64
         switch (r) {
           case 1: weigh_row<1, 4, T>(to, wide, p, v, first, last); break;
           case 2: weigh_row<2, 2, T>(to, wide, p, v, first, last); break;
-          case 3: weigh_row<3, 2, T>(to, wide, p, v, first, last); break;
+          case 3: weigh_row<3, kWide, T>(to, wide, p, v, first, last); break;
           case 4: weigh_row<4, 1, T>(to, wide, p, v, first, last); break;
           case 5: weigh_row<5, 1, T>(to, wide, p, v, first, last); break;
           default: weigh_row<6, 1, T>(to, wide, p, v, first, last); break;
@@ -249,14 +256,13 @@ void attend_span(const AttentionCall& call, int64_t row, int64_t kv_head, const 
   locate<T>(call, row, kv_head, base, from, to, begin, end, scratch);
 
   for (int64_t n = from; n < to; n += kLanes) {
+    // Scoring takes more time than memory needs for the keys: it brings the values meanwhile.
+    for (int64_t i = n; i < n + kLanes; i++) fetch<T>(scratch.values[i], call.dim);
     as_columns<T>(scratch.keys.data() + n, call.dim, scratch.columns.data());
     for (int64_t m = 0; m < tile.rows; m += 6) {
       score_rows(tile.rows - m, scratch.q.data() + m * call.dim, call.dim, scratch.columns.data(),
                  call.scale, call.softcap, scratch.scores.data() + m * kSpan + n);
     }
-  }
-  for (int64_t n = begin; n < std::min(begin + kStretch, end); n++) {
-    fetch<T>(scratch.values[n], call.dim);
   }
   for (int64_t m = 0; m < tile.rows; m++) {
     int64_t first = begin;
