@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu_worker.kv_cache import allocate
 from kernels import reference
 from kernels.cache_layout import CacheLayout, layer_views
 
@@ -87,7 +88,8 @@ class _Step:
             block_size=BLOCK_SIZE,
             head_dim=HEAD_DIM,
         )
-        cache = torch.randn(layout.shape, generator=generator).to(device, dtype)
+        cache = allocate(layout, dtype, torch.device(device))
+        cache.copy_(torch.randn(layout.shape, generator=generator))
         free = torch.randperm(layout.num_blocks, generator=generator).to(torch.int32)
         tables = torch.zeros((len(of.rows), max(needed)), dtype=torch.int32)
         slots, used = [], 0
