@@ -27,6 +27,7 @@ from gpu_worker.attention import (
     PagedContext,
     StepTables,
     UnsupportedModelError,
+    no_native,
     register,
 )
 from kernels.checks import MAX_HEAD_DIM
@@ -232,6 +233,9 @@ def fuse(
     Only that forward computes a row by arithmetic which the batch does not change: with
     `deterministic`, raises UnsupportedModelError where the model has to do without.
     """
+    missing = no_native(model.device) if model.device.type == "cpu" else None
+    if missing is not None:
+        log.warning("no native kernels: torch computes, many times slower", reason=missing)
     reason = None if wanted else "QUIRE_FUSED=0"
     if backend != "native":
         reason = f"the {backend} back end computes attention"

@@ -185,3 +185,12 @@ def test_deterministic_needs_the_lean_forward() -> None:
         )
         with pytest.raises(UnsupportedModelError, match=f"QUIRE_DETERMINISTIC=1: {reason}"):
             models.fuse(model, backend, wanted=wanted, deterministic=True, log=LOG)
+
+
+def test_missing_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "no_native", lambda device: "no C++ compiler")
+    model = models.wrap(build("llama"), CPU)
+    with structlog.testing.capture_logs() as said:
+        models.fuse(model, "torch", wanted=True, deterministic=False, log=structlog.get_logger())
+    warnings = [entry for entry in said if entry["log_level"] == "warning"]
+    assert [entry["reason"] for entry in warnings] == ["no C++ compiler"]
