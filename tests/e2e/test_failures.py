@@ -83,7 +83,8 @@ async def test_streams_survive_the_kill_of_their_worker(stub_stack: Stack) -> No
 
 
 async def test_grpc_streams_survive_the_kill_of_both_workers_in_turn(stub_stack: Stack) -> None:
-    work = work_for("both", 12, output=(192, 192))
+    # Long enough to outlast the restart of a worker on a slow machine.
+    work = work_for("both", 12, output=(700, 700))
     expected = await undisturbed(stub_stack, work)
     async with grpc_server.channel(stub_stack.grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
