@@ -2,12 +2,20 @@
 
 import pytest
 
+SLOW_FOLDERS = frozenset({"fuzz", "integration", "kernels", "parity"})
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Golden traces and generated pages are compared unless --rewrite is given."""
     parser.addoption(
         "--rewrite", action="store_true", help="write golden traces and generated pages anew"
     )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks what `make test-fast` leaves out: servers, compilers and whole models."""
+    if SLOW_FOLDERS.intersection(item.path.relative_to(item.config.rootpath).parts):
+        item.add_marker("slow")
 
 
 @pytest.hookimpl(trylast=True)

@@ -17,6 +17,8 @@ from servicekit.grpc_server import Server, channel
 from tests.unit.gateway.answering import answering
 from tests.unit.gateway.fakes import Bench, make_bench
 
+pytestmark = pytest.mark.slow
+
 MAX_BYTES = 65_536
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7

@@ -16,6 +16,8 @@ from tests.unit.gateway.answering import answering
 from tests.unit.gateway.fakes import Bench, make_bench
 from tests.unit.gateway.test_auth import listening
 
+pytestmark = pytest.mark.slow
+
 MAX_BODY = 65_536
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

@@ -14,7 +14,7 @@ from kernels.cache_layout import CacheLayout
 from tests.kernels.native import needs_native
 from tests.parity import families
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 LOG = structlog.get_logger()
