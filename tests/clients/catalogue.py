@@ -32,12 +32,6 @@ class Client:
             return HERE / "npm" / self.name / "package.json"
         return HERE / "requirements" / f"{self.name}.txt"
 
-    @property
-    def bare(self) -> Path | None:
-        """A file of packages to install without what they ask for."""
-        path = self.pins.with_suffix(".bare.txt")
-        return path if path.exists() else None
-
 
 CLIENTS = (
     Client(name="openai", script="openai_python.py"),
@@ -51,7 +45,6 @@ CLIENTS = (
     Client(name="lm-eval", script="lm_eval_client.py", size="0.9 GB", timeout_s=900),
     Client(name="schemathesis", script="schemathesis_client.py", timeout_s=5400),
     Client(name="evalscope", script="evalscope_perf.py", size="1.2 GB", timeout_s=900),
-    # Both need torch; most indexes offer its CUDA build, of several GB (TORCH_INDEX names another).
+    # Needs torch; most indexes offer its CUDA build, of several GB (TORCH_INDEX names another).
     Client(name="guidellm", script="guidellm_run.py", size="1.5 GB", timeout_s=900, extra=True),
-    Client(name="vllm-bench", script="vllm_bench.py", size="3 GB", timeout_s=900, extra=True),
 )

@@ -54,7 +54,7 @@ def versions(client: Client) -> str:
     if client.kind is Kind.NODE:
         pins = json.loads(client.pins.read_text())["dependencies"]
         return ", ".join(f"{name} {version}" for name, version in pins.items())
-    return ", ".join(line.replace("==", " ") for line in _lines(client.bare or client.pins))
+    return ", ".join(line.replace("==", " ") for line in _lines(client.pins))
 
 
 def command(client: Client, folder: Path) -> list[str]:
@@ -74,8 +74,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _stamp(client: Client) -> dict[str, str]:
-    files = [path for path in (client.pins, client.bare) if path is not None]
-    pins = hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
+    pins = hashlib.sha256(client.pins.read_bytes()).hexdigest()
     return {"pins": pins, "python": sys.version}
 
 
@@ -93,8 +92,6 @@ def _install(client: Client, folder: Path) -> None:
     for torch in (line for line in _lines(client.pins) if line.startswith(f"{setup.TORCH}==")):
         _run(client, [*install, *setup.index_options(os.environ.get(INDEX, "")), torch], folder)
     _run(client, [*install, "-r", str(client.pins)], folder)
-    if client.bare is not None:
-        _run(client, [*install, "--no-deps", "-r", str(client.bare)], folder)
 
 
 def _run(client: Client, argv: Sequence[str], folder: Path) -> None:

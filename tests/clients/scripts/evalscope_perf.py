@@ -17,7 +17,7 @@ def perf(path: str) -> dict[str, Any]:
             tool("evalscope"), "perf", "--model", MODEL, "--url", f"{V1}/{path}",
             "--api", "openai", "--api-key", API_KEY, "--tokenizer-path", TOKENIZER,
             "--dataset", "random", "--min-prompt-length", "8",
-            "--max-prompt-length", str(PROMPT_TOKENS), "--max-tokens", str(OUTPUT_TOKENS),
+            "--max-prompt-length", str(2 * PROMPT_TOKENS), "--max-tokens", str(OUTPUT_TOKENS),
             "--number", str(NUM_REQUESTS), "--parallel", str(NUM_AT_ONCE), "--stream",
             "--extra-args", json.dumps({"ignore_eos": True}),
             "--outputs-dir", str(folder), "--no-timestamp",

@@ -19,7 +19,6 @@ def run_tool(argv: Sequence[str], timeout_s: float = 600) -> str:
         **os.environ,
         "OPENAI_API_KEY": API_KEY,
         "MODELSCOPE_CACHE": str(folder / "modelscope"),
-        "VLLM_NO_USAGE_STATS": "1",
     }
     done = subprocess.run(
         argv, cwd=folder, env=environ, stdin=subprocess.DEVNULL,
