@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import common_pb2 as quire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/queue.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"j\n\nQueueEntry\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x17.quire.v1.QueuedRequestH\x00\x12(\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x16.quire.v1.QueuedCancelH\x00\x42\x06\n\x04kind\"\xbd\x02\n\rQueuedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x10\n\x08reply_to\x18\x04 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x18\n\x10output_token_ids\x18\x06 \x03(\r\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x12\n\ncache_salt\x18\t \x01(\x0c\x12\x19\n\x11required_features\x18\n \x03(\t\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x15\n\rtenant_weight\x18\r \x01(\x02J\x04\x08\x0e\x10 \"\"\n\x0cQueuedCancel\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\"m\n\x06Notice\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x0f\n\x07message\x18\x04 \x01(\t\"t\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"#\n\rGatewayRecord\x12\x12\n\ngateway_id\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/queue.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"j\n\nQueueEntry\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x17.quire.v1.QueuedRequestH\x00\x12(\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x16.quire.v1.QueuedCancelH\x00\x42\x06\n\x04kind\"\xe9\x02\n\rQueuedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngateway_id\x18\x03 \x01(\t\x12\x10\n\x08reply_to\x18\x04 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x18\n\x10output_token_ids\x18\x06 \x03(\r\x12*\n\x08sampling\x18\x07 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x12\n\ncache_salt\x18\t \x01(\x0c\x12\x19\n\x11required_features\x18\n \x03(\t\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\x15\n\rtenant_weight\x18\r \x01(\x02\x12\x14\n\x0csample_index\x18\x0e \x01(\r\x12\x14\n\x0csample_group\x18\x0f \x01(\x0cJ\x04\x08\x10\x10 \"\"\n\x0cQueuedCancel\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\"m\n\x06Notice\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x0f\n\x07message\x18\x04 \x01(\t\"t\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"#\n\rGatewayRecord\x12\x12\n\ngateway_id\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,13 +35,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUEUEENTRY']._serialized_start=57
   _globals['_QUEUEENTRY']._serialized_end=163
   _globals['_QUEUEDREQUEST']._serialized_start=166
-  _globals['_QUEUEDREQUEST']._serialized_end=483
-  _globals['_QUEUEDCANCEL']._serialized_start=485
-  _globals['_QUEUEDCANCEL']._serialized_end=519
-  _globals['_NOTICE']._serialized_start=521
-  _globals['_NOTICE']._serialized_end=630
-  _globals['_WORKERRECORD']._serialized_start=632
-  _globals['_WORKERRECORD']._serialized_end=748
-  _globals['_GATEWAYRECORD']._serialized_start=750
-  _globals['_GATEWAYRECORD']._serialized_end=785
+  _globals['_QUEUEDREQUEST']._serialized_end=527
+  _globals['_QUEUEDCANCEL']._serialized_start=529
+  _globals['_QUEUEDCANCEL']._serialized_end=563
+  _globals['_NOTICE']._serialized_start=565
+  _globals['_NOTICE']._serialized_end=674
+  _globals['_WORKERRECORD']._serialized_start=676
+  _globals['_WORKERRECORD']._serialized_end=792
+  _globals['_GATEWAYRECORD']._serialized_start=794
+  _globals['_GATEWAYRECORD']._serialized_end=829
 # @@protoc_insertion_point(module_scope)

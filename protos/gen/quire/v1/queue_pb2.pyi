@@ -70,6 +70,8 @@ class QueuedRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    SAMPLE_GROUP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """16 bytes drawn by the gateway; never the client's own id."""
     attempt: _builtins.int
@@ -88,6 +90,12 @@ class QueuedRequest(_message.Message):
     """Whose request it is, for fairness between tenants; empty without API keys."""
     tenant_weight: _builtins.float
     """The tenant's share beside others; 0 means 1."""
+    sample_index: _builtins.int
+    """Which of several samples of one prompt this is; part of the noise's counter."""
+    sample_group: _builtins.bytes
+    """The same 16 bytes in all samples of one prompt, so that they share its blocks; empty if it is
+    the only one.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -120,10 +128,12 @@ class QueuedRequest(_message.Message):
         traceparent: _builtins.str = ...,
         tenant: _builtins.str = ...,
         tenant_weight: _builtins.float = ...,
+        sample_index: _builtins.int = ...,
+        sample_group: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "gateway_id", b"gateway_id", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reply_to", b"reply_to", "request_id", b"request_id", "required_features", b"required_features", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "gateway_id", b"gateway_id", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "reply_to", b"reply_to", "request_id", b"request_id", "required_features", b"required_features", "sample_group", b"sample_group", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

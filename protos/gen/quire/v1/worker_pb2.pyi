@@ -363,19 +363,27 @@ class CostProfile(_message.Message):
 
     STEP_US_FIELD_NUMBER: _builtins.int
     TOKEN_US_FIELD_NUMBER: _builtins.int
+    SWAP_OUT_GB_PER_S_FIELD_NUMBER: _builtins.int
+    SWAP_IN_GB_PER_S_FIELD_NUMBER: _builtins.int
     step_us: _builtins.float
     """Fixed time of a step, microseconds."""
     token_us: _builtins.float
     """Time per prefill token, microseconds."""
+    swap_out_gb_per_s: _builtins.float
+    """Copying blocks from the device to host memory, 10^9 bytes per second; 0: not measured."""
+    swap_in_gb_per_s: _builtins.float
+    """Copying blocks from host memory to the device, 10^9 bytes per second; 0: not measured."""
     def __init__(
         self,
         *,
         step_us: _builtins.float = ...,
         token_us: _builtins.float = ...,
+        swap_out_gb_per_s: _builtins.float = ...,
+        swap_in_gb_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step_us", b"step_us", "token_us", b"token_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step_us", b"step_us", "swap_in_gb_per_s", b"swap_in_gb_per_s", "swap_out_gb_per_s", b"swap_out_gb_per_s", "token_us", b"token_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -600,10 +608,82 @@ class Admit(_message.Message):
 Global___Admit: _TypeAlias = Admit  # noqa: Y015
 
 @_typing.final
+class Operation(_message.Message):
+    """Whole blocks of one group, with all its layers, copied from one place to another: pair by pair in
+    the order of the columns.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Operation._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: Operation._Kind.ValueType  # 0
+        """Not said; refused."""
+        KIND_COPY: Operation._Kind.ValueType  # 1
+        """Device to device, in the order of the steps: done before the plan's rows are computed."""
+        KIND_SWAP_OUT: Operation._Kind.ValueType  # 2
+        """Device to host. The device blocks may not be written before the operation is done."""
+        KIND_SWAP_IN: Operation._Kind.ValueType  # 3
+        """Host to device. The device blocks may not be read before the operation is done."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """From where to where."""
+
+    KIND_UNSPECIFIED: Operation.Kind.ValueType  # 0
+    """Not said; refused."""
+    KIND_COPY: Operation.Kind.ValueType  # 1
+    """Device to device, in the order of the steps: done before the plan's rows are computed."""
+    KIND_SWAP_OUT: Operation.Kind.ValueType  # 2
+    """Device to host. The device blocks may not be written before the operation is done."""
+    KIND_SWAP_IN: Operation.Kind.ValueType  # 3
+    """Host to device. The device blocks may not be read before the operation is done."""
+
+    OP_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    SOURCE_BLOCKS_FIELD_NUMBER: _builtins.int
+    TARGET_BLOCKS_FIELD_NUMBER: _builtins.int
+    op_id: _builtins.int
+    """Above all earlier ones of the epoch."""
+    kind: Global___Operation.Kind.ValueType
+    """From where to where."""
+    group: _builtins.int
+    """Cache group."""
+    @_builtins.property
+    def source_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks to read."""
+
+    @_builtins.property
+    def target_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks to write, in the same order."""
+
+    def __init__(
+        self,
+        *,
+        op_id: _builtins.int = ...,
+        kind: Global___Operation.Kind.ValueType = ...,
+        group: _builtins.int = ...,
+        source_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        target_blocks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "kind", b"kind", "op_id", b"op_id", "source_blocks", b"source_blocks", "target_blocks", b"target_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Operation: _TypeAlias = Operation  # noqa: Y015
+
+@_typing.final
 class StepPlan(_message.Message):
     """One step of one worker, as differences from the step before.
 
-    Order on the worker: reset, release_slots, admits, growth, changed rows, digest check, compute.
+    Order on the worker: reset, release_slots, admits, growth, changed rows, digest check, operations
+    in their order, compute. A plan may have operations and no rows.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -620,6 +700,7 @@ class StepPlan(_message.Message):
     GROW_SLOTS_FIELD_NUMBER: _builtins.int
     GROW_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    OPERATIONS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The leader's epoch."""
     step: _builtins.int
@@ -658,6 +739,10 @@ class StepPlan(_message.Message):
     def grow_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The blocks, in the same order."""
 
+    @_builtins.property
+    def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
+        """Copies of blocks; the worker holds what is in flight of them in the order given."""
+
     def __init__(
         self,
         *,
@@ -673,10 +758,11 @@ class StepPlan(_message.Message):
         grow_slots: _abc.Iterable[_builtins.int] | None = ...,
         grow_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         digest: _builtins.int = ...,
+        operations: _abc.Iterable[Global___Operation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admits", b"admits", "based_on_step", b"based_on_step", "changed_num_tokens", b"changed_num_tokens", "changed_slots", b"changed_slots", "digest", b"digest", "epoch", b"epoch", "grow_block_ids", b"grow_block_ids", "grow_slots", b"grow_slots", "num_steps", b"num_steps", "release_slots", b"release_slots", "reset", b"reset", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admits", b"admits", "based_on_step", b"based_on_step", "changed_num_tokens", b"changed_num_tokens", "changed_slots", b"changed_slots", "digest", b"digest", "epoch", b"epoch", "grow_block_ids", b"grow_block_ids", "grow_slots", b"grow_slots", "num_steps", b"num_steps", "operations", b"operations", "release_slots", b"release_slots", "reset", b"reset", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -698,6 +784,7 @@ class StepResult(_message.Message):
     TIMES_FIELD_NUMBER: _builtins.int
     FAULTS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    OPERATIONS_DONE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the plan."""
     step: _builtins.int
@@ -730,6 +817,10 @@ class StepResult(_message.Message):
     def faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fault]:
         """What went wrong, with its scope."""
 
+    @_builtins.property
+    def operations_done(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids of operations done since the last result; each is named once."""
+
     def __init__(
         self,
         *,
@@ -743,10 +834,11 @@ class StepResult(_message.Message):
         times: Global___StepTimes | None = ...,
         faults: _abc.Iterable[Global___Fault] | None = ...,
         digest: _builtins.int = ...,
+        operations_done: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "faults", b"faults", "finish_reasons", b"finish_reasons", "finished_slots", b"finished_slots", "num_wasted_rows", b"num_wasted_rows", "slots", b"slots", "step", b"step", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "epoch", b"epoch", "faults", b"faults", "finish_reasons", b"finish_reasons", "finished_slots", b"finished_slots", "num_wasted_rows", b"num_wasted_rows", "operations_done", b"operations_done", "slots", b"slots", "step", b"step", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
