@@ -5,7 +5,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PACKAGES := gateway scheduler_svc gpu_worker kernels servicekit deploy benchmarks tests
 PROTOS := protos/quire/oip/open_inference.proto protos/quire/v1/common.proto \
-	protos/quire/v1/inference.proto protos/quire/v1/queue.proto \
+	protos/quire/v1/inference.proto protos/quire/v1/operations.proto protos/quire/v1/queue.proto \
 	protos/quire/v1/scheduler.proto protos/quire/v1/worker.proto
 STUBS := --plugin=protoc-gen-mypy=.venv/bin/protoc-gen-mypy \
 	--plugin=protoc-gen-mypy_grpc=.venv/bin/protoc-gen-mypy_grpc \

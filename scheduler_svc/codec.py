@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from google.protobuf.message import DecodeError
-from quire.v1 import common_pb2, queue_pb2, worker_pb2
+from quire.v1 import common_pb2, operations_pb2, queue_pb2, worker_pb2
 
 from scheduler_svc.core import ready
 from scheduler_svc.core.events import RequestArrived
@@ -123,6 +123,7 @@ def _arrival(
     _require(len(request.tenant.encode()) <= _MAX_NAME_BYTES, "tenant must have at most 256 bytes")
     weight, (lowest, highest) = request.tenant_weight or 1.0, _TENANT_WEIGHTS
     _require(lowest <= weight <= highest, "tenant_weight must be 0 or from 0.001 to 1000000")
+    _require(len(request.sample_group) in (0, 16), "sample_group must have 0 or 16 bytes")
     prompt, output = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
     _require(len(prompt) >= 1, "prompt_token_ids must not be empty")
     _require(max(prompt) <= MAX_TOKEN_ID, "prompt_token_ids must be below 2^31")
@@ -153,6 +154,8 @@ def _arrival(
         traceparent=request.traceparent,
         tenant=request.tenant,
         tenant_weight=weight,
+        sample_index=request.sample_index,
+        sample_group=request.sample_group,
     )
 
 
@@ -296,6 +299,13 @@ def encode_plan(plan: ready.StepPlan) -> bytes:
         slots, blocks = zip(*plan.growth, strict=True)
         out.grow_slots.extend(slots)
         out.grow_block_ids.extend(blocks)
+    for operation in plan.operations:
+        out.operations.add(
+            op_id=operation.op_id,
+            kind=operations_pb2.Operation.Kind.ValueType(operation.kind.value),
+            source_blocks=operation.sources,
+            target_blocks=operation.targets,
+        )
     return message.SerializeToString()
 
 
@@ -312,6 +322,7 @@ def _fill_admit(out: worker_pb2.Admit, admit: ready.Admit) -> None:
     out.num_cached_tokens = admit.num_cached_tokens
     out.block_ids.extend(admit.block_ids)
     out.kind = worker_pb2.Admit.KIND_GENERATE
+    out.sample_index = admit.sample_index
     out.traceparent = admit.traceparent
     _fill_sampling(out.sampling, admit.sampling)
 
@@ -391,6 +402,7 @@ def _step_report(result: worker_pb2.StepResult) -> StepReport:
         faults=faults,
         idle_us=result.times.idle_us,
         step_us=result.times.apply_us + result.times.forward_us + result.times.sample_us,
+        operations_done=tuple(result.operations_done),
     )
 
 
@@ -432,10 +444,14 @@ def _hello(hello: worker_pb2.Hello) -> Hello:
             block_size=group.block_size,
             max_num_batched_tokens=hello.max_num_batched_tokens,
             max_model_len=hello.max_model_len,
+            num_host_blocks=group.num_host_blocks,
+            block_bytes=group.block_bytes,
         ),
         cost=CostProfile(
             step_us=_cost(hello.cost.step_us),
             token_us=_cost(hello.cost.token_us),
+            swap_out_gb_per_s=_cost(hello.cost.swap_out_gb_per_s),
+            swap_in_gb_per_s=_cost(hello.cost.swap_in_gb_per_s),
         ),
         last_applied_step=hello.last_applied_step,
         first_result_step=hello.first_result_step,

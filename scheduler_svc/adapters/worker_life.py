@@ -88,6 +88,7 @@ class WorkerLife:
                 step=report.step,
                 scope=fault.scope,
                 reason=f"{fault.code}: {fault.message}",
+                operations_done=report.operations_done,
             )
         return StepCompleted(
             now_ns=now_ns,
@@ -98,6 +99,7 @@ class WorkerLife:
             finished=report.finished,
             num_wasted_rows=report.num_wasted_rows,
             step_us=report.step_us,
+            operations_done=report.operations_done,
         )
 
     def returned(self, now_ns: int) -> int:

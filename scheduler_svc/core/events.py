@@ -35,7 +35,8 @@ class RequestArrived:
     """An entry of the queue. A known id with a higher attempt supersedes; else it is dropped.
 
     output_token_ids is output the client has been given, kept as a fixed prefix. entry_id names the
-    queue entry and returns in Finish. deadline_ns is on the clock of now_ns.
+    queue entry and returns in Finish. deadline_ns is on the clock of now_ns. Samples of one prompt
+    have one sample_group, empty if there is only one, and differ in sample_index.
     """
 
     now_ns: int
@@ -53,6 +54,8 @@ class RequestArrived:
     traceparent: str = ""
     tenant: str = ""
     tenant_weight: float = 1.0
+    sample_index: int = 0
+    sample_group: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +119,8 @@ class WorkerSubscribed:
 class StepCompleted:
     """Results of one step, in step order per worker. Columns of slots and sampled tokens.
 
-    step_us is the time the worker took to compute it, 0 if unknown.
+    step_us is the time the worker took to compute it, 0 if unknown. operations_done are ids of
+    operations, of this plan or earlier ones; each is named once.
     """
 
     now_ns: int
@@ -127,17 +131,22 @@ class StepCompleted:
     finished: tuple[tuple[Slot, FinishReason], ...] = ()
     num_wasted_rows: int = 0
     step_us: int = 0
+    operations_done: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed:
-    """A step was not computed (scope STEP), or its worker can't go on (scope WORKER)."""
+    """A step was not computed (scope STEP), or its worker can't go on (scope WORKER).
+
+    operations_done as in StepCompleted.
+    """
 
     now_ns: int
     worker_id: WorkerId
     step: int
     scope: FaultScope
     reason: str
+    operations_done: tuple[int, ...] = ()
 
 
 Event = (

@@ -7,6 +7,7 @@ from scheduler_svc.core.lifecycle import RequestState
 from scheduler_svc.core.types import (
     BlockId,
     FinishReason,
+    OperationKind,
     PrefixStop,
     RequestId,
     SamplingSpec,
@@ -32,6 +33,20 @@ class Admit:
     block_ids: tuple[BlockId, ...]
     sampling: SamplingSpec
     traceparent: str
+    sample_index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """Whole blocks copied before the rows of a plan are computed; see quire.v1.Operation.
+
+    Device blocks are BlockIds, host blocks numbers from 0 of their own.
+    """
+
+    op_id: int
+    kind: OperationKind
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +70,7 @@ class StepPlan:
     num_scheduled_tokens: int
     num_rows: int
     num_chunks: int
+    operations: tuple[Operation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,8 @@ A straight line, time = step_us + tokens * token_us, fitted to the last steps by
 weights fade. While all steps hold about as many tokens, the slope stays near that of the profile.
 """
 
+from dataclasses import replace
+
 from scheduler_svc.core.types import CostProfile
 
 _FADE = 0.99
@@ -17,6 +19,7 @@ class StepCost:
     """Mutable; owned by the worker's state."""
 
     def __init__(self, profile: CostProfile) -> None:
+        self._given = profile
         self._step_us = profile.step_us
         self._token_us = profile.token_us
         self._prior_us = profile.token_us
@@ -25,7 +28,7 @@ class StepCost:
     @property
     def profile(self) -> CostProfile:
         """As known now."""
-        return CostProfile(step_us=self._step_us, token_us=self._token_us)
+        return replace(self._given, step_us=self._step_us, token_us=self._token_us)
 
     def observe(self, num_tokens: int, step_us: int) -> None:
         """A step of so many tokens took so long. Steps whose time is unknown are passed over."""

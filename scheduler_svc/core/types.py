@@ -33,6 +33,14 @@ class FaultScope(enum.IntEnum):
     WORKER = 3
 
 
+class OperationKind(enum.IntEnum):
+    """What a copy of blocks is for; values equal those of quire.v1.Operation.Kind."""
+
+    COPY = 1
+    SWAP_OUT = 2
+    SWAP_IN = 3
+
+
 class PrefixStop(enum.Enum):
     """Why a look into the prefix cache found no more than it did."""
 
@@ -71,18 +79,26 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCapacity:
-    """What a worker can hold, from its Hello. `num_blocks` counts device blocks of group 0."""
+    """What a worker can hold, from its Hello.
+
+    `num_blocks` counts device blocks of group 0, num_host_blocks those in host memory; a block has
+    block_bytes, 0 if unknown.
+    """
 
     num_slots: int
     num_blocks: int
     block_size: int
     max_num_batched_tokens: int
     max_model_len: int
+    num_host_blocks: int = 0
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProfile:
-    """Time of a step: step_us + tokens * token_us."""
+    """Time of a step: step_us + tokens * token_us. Bandwidths in 10^9 bytes/s, 0 if unknown."""
 
     step_us: float = 0.0
     token_us: float = 0.0
+    swap_out_gb_per_s: float = 0.0
+    swap_in_gb_per_s: float = 0.0

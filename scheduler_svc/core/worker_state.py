@@ -8,6 +8,7 @@ worker), with a higher generation.
 import heapq
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -15,11 +16,19 @@ import numpy as np
 from scheduler_svc.core import digest
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.flight import Batch, Special, StepInFlight
-from scheduler_svc.core.ready import Admit, StepPlan, WorkerView
+from scheduler_svc.core.ready import Admit, Operation, StepPlan, WorkerView
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Column, Rows, column
 from scheduler_svc.core.step_cost import StepCost
-from scheduler_svc.core.types import BlockHash, BlockId, CostProfile, Slot, WorkerCapacity, WorkerId
+from scheduler_svc.core.types import (
+    BlockHash,
+    BlockId,
+    CostProfile,
+    OperationKind,
+    Slot,
+    WorkerCapacity,
+    WorkerId,
+)
 
 _by_rank = attrgetter("rank")
 _NOBODY = column(())
@@ -78,6 +87,9 @@ class WorkerState:
         self._releases: list[Slot] = []
         self._admits: list[Admit] = []
         self._growth: list[tuple[Slot, BlockId]] = []
+        self._operations: list[Operation] = []
+        # Above those of an earlier session in this epoch: a plan has fewer than 2^20 operations.
+        self._last_op_id = last_step << 20
 
     @property
     def num_free_slots(self) -> int:
@@ -86,8 +98,8 @@ class WorkerState:
 
     @property
     def must_tell(self) -> bool:
-        """A plan is due even if it schedules nothing: slots are to be released, or all of them."""
-        return self._reset or bool(self._releases)
+        """A plan is due even if it schedules nothing: for releases, a reset or operations."""
+        return self._reset or bool(self._releases) or bool(self._operations)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens. The one size formula of the core."""
@@ -125,6 +137,19 @@ class WorkerState:
     def announce(self, admit: Admit) -> None:
         """Puts the admission into the next plan."""
         self._admits.append(admit)
+
+    def operate(self, kind: OperationKind, sources: Sequence[int], targets: Sequence[int]) -> int:
+        """Puts copies of blocks into the next plan, after those that stand there; returns the id.
+
+        The worker does them in this order, before it computes the plan's rows.
+        """
+        self._last_op_id += 1
+        self._operations.append(
+            Operation(
+                op_id=self._last_op_id, kind=kind, sources=tuple(sources), targets=tuple(targets)
+            )
+        )
+        return self._last_op_id
 
     def grow(self, slots: Column, blocks: list[BlockId]) -> None:
         """Appends a block to the table of each of these slots."""
@@ -175,6 +200,7 @@ class WorkerState:
         self._releases.clear()
         self._admits.clear()
         self._growth.clear()
+        self._operations.clear()
         self._digest = 0
         self.in_flight.clear()
 
@@ -232,11 +258,13 @@ class WorkerState:
             num_scheduled_tokens=num_tokens,
             num_rows=num_rows,
             num_chunks=num_chunks,
+            operations=tuple(self._operations),
         )
         self._reset = False
         self._releases = []
         self._admits = []
         self._growth = []
+        self._operations = []
         return plan
 
     def _changed(self, decodes: Column, chunks: dict[int, int]) -> tuple[tuple[Slot, int], ...]:

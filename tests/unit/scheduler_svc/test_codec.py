@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.v1 import common_pb2, queue_pb2, worker_pb2
+from quire.v1 import common_pb2, operations_pb2, queue_pb2, worker_pb2
 
 from scheduler_svc import codec
 from scheduler_svc.core import ready
@@ -17,6 +17,7 @@ from scheduler_svc.core.types import (
     BlockId,
     FaultScope,
     FinishReason,
+    OperationKind,
     RequestId,
     SamplingSpec,
     Slot,
@@ -62,6 +63,8 @@ def request(**fields: Any) -> queue_pb2.QueuedRequest:
         "traceparent": "00-aa",
         "tenant": "acme",
         "tenant_weight": 2.5,
+        "sample_index": 3,
+        "sample_group": b"g" * 16,
     }
     return queue_pb2.QueuedRequest(**(values | fields))
 
@@ -137,6 +140,8 @@ def test_every_field_of_a_request_arrives() -> None:
         traceparent="00-aa",
         tenant="acme",
         tenant_weight=2.5,
+        sample_index=3,
+        sample_group=b"g" * 16,
     )
 
 
@@ -170,6 +175,7 @@ def test_a_cancel_arrives() -> None:
         ({"attempt": 0}, "attempt"),
         ({"attempt": 2**31}, "attempt"),
         ({"reply_to": b"short"}, "reply_to"),
+        ({"sample_group": b"short"}, "sample_group"),
         ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"prompt_token_ids": [2**31]}, "prompt_token_ids"),
         ({"output_token_ids": [2**31]}, "output_token_ids"),
@@ -280,6 +286,7 @@ def test_a_plan_keeps_every_column() -> None:
         block_ids=(BlockId(9), BlockId(8)),
         sampling=EVERY_FIELD_READ,
         traceparent="00-aa",
+        sample_index=6,
     )
     plan = ready.StepPlan(
         worker_id=WorkerId("w"),
@@ -295,6 +302,9 @@ def test_a_plan_keeps_every_column() -> None:
         num_scheduled_tokens=17,
         num_rows=1,
         num_chunks=0,
+        operations=(
+            ready.Operation(op_id=5, kind=OperationKind.SWAP_IN, sources=(1, 0), targets=(7, 8)),
+        ),
     )
     sent = worker_pb2.SessionRequest.FromString(codec.encode_plan(plan)).plan
     assert (sent.epoch, sent.step, sent.based_on_step) == (2**40, 11, 9)
@@ -302,11 +312,19 @@ def test_a_plan_keeps_every_column() -> None:
     assert list(sent.release_slots) == [1, 2]
     assert (list(sent.changed_slots), list(sent.changed_num_tokens)) == ([3, 4], [17, 0])
     assert (list(sent.grow_slots), list(sent.grow_block_ids)) == ([3], [7])
+    (copied,) = sent.operations
+    assert (copied.op_id, copied.kind, copied.group) == (
+        5,
+        operations_pb2.Operation.KIND_SWAP_IN,
+        0,
+    )
+    assert (list(copied.source_blocks), list(copied.target_blocks)) == ([1, 0], [7, 8])
     (got,) = sent.admits
     assert (got.slot, got.generation, got.request_id, got.attempt) == (3, 4, ID, 5)
     assert (got.reply_to, list(got.token_ids), got.prompt_len) == (b"r" * 16, [1, 2, 3], 2)
     assert (got.emit_from, got.num_computed_tokens, got.num_cached_tokens) == (1, 16, 15)
     assert (list(got.block_ids), got.traceparent) == ([9, 8], "00-aa")
+    assert got.sample_index == 6
     assert got.sampling == sampling(**EVERY_FIELD)
 
 
@@ -401,7 +419,9 @@ def test_uneven_columns_are_refused(result: worker_pb2.StepResult) -> None:
 
 def hello(**fields: Any) -> worker_pb2.Hello:
     """A valid Hello but for `fields`."""
-    group = worker_pb2.CacheGroup(block_size=16, num_device_blocks=64)
+    group = worker_pb2.CacheGroup(
+        block_size=16, num_device_blocks=64, num_host_blocks=9, block_bytes=4096
+    )
     values: dict[str, Any] = {
         "min_schema_revision": 1,
         "max_schema_revision": 1,
@@ -411,7 +431,9 @@ def hello(**fields: Any) -> worker_pb2.Hello:
         "num_slots": 8,
         "max_num_batched_tokens": 256,
         "max_model_len": 2048,
-        "cost": worker_pb2.CostProfile(step_us=100.0, token_us=math.nan),
+        "cost": worker_pb2.CostProfile(
+            step_us=100.0, token_us=math.nan, swap_out_gb_per_s=12.5, swap_in_gb_per_s=-1.0
+        ),
     }
     return worker_pb2.Hello(**(values | fields))
 
@@ -422,6 +444,8 @@ def test_a_hello_becomes_a_capacity() -> None:
     assert (got.capacity.num_blocks, got.capacity.block_size) == (64, 16)
     assert (got.capacity.num_slots, got.capacity.max_num_batched_tokens) == (8, 256)
     assert (got.cost.step_us, got.cost.token_us) == (100.0, 0.0)
+    assert (got.cost.swap_out_gb_per_s, got.cost.swap_in_gb_per_s) == (12.5, 0.0)
+    assert (got.capacity.num_host_blocks, got.capacity.block_bytes) == (9, 4096)
 
 
 @pytest.mark.parametrize(

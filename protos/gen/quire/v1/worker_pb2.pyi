@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from quire.v1 import common_pb2 as _common_pb2
+from quire.v1 import operations_pb2 as _operations_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -608,77 +609,6 @@ class Admit(_message.Message):
 Global___Admit: _TypeAlias = Admit  # noqa: Y015
 
 @_typing.final
-class Operation(_message.Message):
-    """Whole blocks of one group, with all its layers, copied from one place to another: pair by pair in
-    the order of the columns.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    class _Kind:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
-        V: _TypeAlias = ValueType  # noqa: Y015
-
-    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Operation._Kind.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
-        KIND_UNSPECIFIED: Operation._Kind.ValueType  # 0
-        """Not said; refused."""
-        KIND_COPY: Operation._Kind.ValueType  # 1
-        """Device to device, in the order of the steps: done before the plan's rows are computed."""
-        KIND_SWAP_OUT: Operation._Kind.ValueType  # 2
-        """Device to host. The device blocks may not be written before the operation is done."""
-        KIND_SWAP_IN: Operation._Kind.ValueType  # 3
-        """Host to device. The device blocks may not be read before the operation is done."""
-
-    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
-        """From where to where."""
-
-    KIND_UNSPECIFIED: Operation.Kind.ValueType  # 0
-    """Not said; refused."""
-    KIND_COPY: Operation.Kind.ValueType  # 1
-    """Device to device, in the order of the steps: done before the plan's rows are computed."""
-    KIND_SWAP_OUT: Operation.Kind.ValueType  # 2
-    """Device to host. The device blocks may not be written before the operation is done."""
-    KIND_SWAP_IN: Operation.Kind.ValueType  # 3
-    """Host to device. The device blocks may not be read before the operation is done."""
-
-    OP_ID_FIELD_NUMBER: _builtins.int
-    KIND_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
-    SOURCE_BLOCKS_FIELD_NUMBER: _builtins.int
-    TARGET_BLOCKS_FIELD_NUMBER: _builtins.int
-    op_id: _builtins.int
-    """Above all earlier ones of the epoch."""
-    kind: Global___Operation.Kind.ValueType
-    """From where to where."""
-    group: _builtins.int
-    """Cache group."""
-    @_builtins.property
-    def source_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks to read."""
-
-    @_builtins.property
-    def target_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks to write, in the same order."""
-
-    def __init__(
-        self,
-        *,
-        op_id: _builtins.int = ...,
-        kind: Global___Operation.Kind.ValueType = ...,
-        group: _builtins.int = ...,
-        source_blocks: _abc.Iterable[_builtins.int] | None = ...,
-        target_blocks: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "kind", b"kind", "op_id", b"op_id", "source_blocks", b"source_blocks", "target_blocks", b"target_blocks"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Operation: _TypeAlias = Operation  # noqa: Y015
-
-@_typing.final
 class StepPlan(_message.Message):
     """One step of one worker, as differences from the step before.
 
@@ -740,7 +670,7 @@ class StepPlan(_message.Message):
         """The blocks, in the same order."""
 
     @_builtins.property
-    def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
+    def operations(self) -> _containers.RepeatedCompositeFieldContainer[_operations_pb2.Operation]:
         """Copies of blocks; the worker holds what is in flight of them in the order given."""
 
     def __init__(
@@ -758,7 +688,7 @@ class StepPlan(_message.Message):
         grow_slots: _abc.Iterable[_builtins.int] | None = ...,
         grow_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         digest: _builtins.int = ...,
-        operations: _abc.Iterable[Global___Operation] | None = ...,
+        operations: _abc.Iterable[_operations_pb2.Operation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
