@@ -7,7 +7,11 @@ the refused one.
 
 Invariants: a row's digest is the sum over its block table, the replica's the sum of its rows'; a
 scheduled slot is a slot of the table; a row to compute has tokens and blocks for what is planned,
-and no two of them write to one block.
+no two of them write to one block, and none uses a block under a swap as operations.py forbids.
+
+A cancel may come before its request's admission, which waits in a plan: the row then ends as it is
+admitted. The last MAX_EARLY_CANCELS such ids are kept; one that was forgotten is computed until
+its gateway, which does not know it any more, cancels it again.
 """
 
 from collections import deque
@@ -28,7 +32,8 @@ from gpu_worker.messages import (
     TokenBatch,
     TokenLogprobs,
 )
-from gpu_worker.ports import LogprobRows, ScheduledRow, StepOutput
+from gpu_worker.operations import InFlight, check_rows
+from gpu_worker.ports import LogprobRows, Operation, ScheduledRow, StepOutput
 from gpu_worker.slot_table import (
     InvalidPlanError,
     PendingRow,
@@ -41,6 +46,7 @@ from gpu_worker.slot_table import (
 )
 
 MAX_RECENT_FINISHES = 4096
+MAX_EARLY_CANCELS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +60,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedPlan:
-    """The step to compute; may have no rows."""
+    """The step to compute; may have no rows. The operations come before them."""
 
     rows: Sequence[ScheduledRow]
+    operations: Sequence[Operation]
     num_tokens: int
     num_wasted_rows: int
     digest: int
@@ -168,12 +175,24 @@ class Replica:
         self._step = 0
         self._awaiting_reset = True
         self._pending: list[PendingRow] = []
+        self._in_flight = InFlight()
         self._recent: deque[FinishedRequest] = deque(maxlen=MAX_RECENT_FINISHES)
+        self._early_cancels: dict[bytes, None] = {}
 
     @property
     def digest(self) -> int:
         """Sum over all tables."""
         return self._state.digest
+
+    @property
+    def epoch(self) -> int:
+        """Of the last plan that was taken."""
+        return self._epoch
+
+    @property
+    def num_operations(self) -> int:
+        """Operations that have not been said to be done."""
+        return len(self._in_flight)
 
     @property
     def awaiting_reset(self) -> bool:
@@ -186,7 +205,10 @@ class Replica:
         return sum(row.ended is None for row in self._state.table.values())
 
     def apply(self, plan: StepPlan) -> AppliedPlan | Refusal:
-        """Changes the table to what the plan says, or nothing at all."""
+        """Changes the table to what the plan says, or nothing at all.
+
+        With a plan of a new epoch no operation may be in flight.
+        """
         if not plan.reset and (self._awaiting_reset or plan.epoch != self._epoch):
             message = "only a plan with reset is taken now"
             return self._refuse(FaultCode.AWAITING_RESET, message, self.digest)
@@ -196,15 +218,23 @@ class Replica:
                 # Before the rows are checked: tables that differ explain what is wrong with rows.
                 message = f"digest is {after.digest:016x}, the plan has {plan.digest:016x}"
                 return self._refuse(FaultCode.DIGEST_MISMATCH, message, after.digest)
+            ended = self._cancelled_before(plan, after)
+            new_epoch = plan.epoch != self._epoch
+            busy = self._in_flight.stage(plan.operations, self._limits, new_epoch=new_epoch)
             pending, rows, num_wasted = stage_rows(after, self._limits)
+            if busy is not None:
+                check_rows(busy, rows, after.growth, self._limits.block_size)
         except InvalidPlanError as error:
             return self._refuse(FaultCode.INVALID_PLAN, str(error), self.digest)
+        self._in_flight.commit(plan.operations, new_epoch=new_epoch)
         after.commit_growth()
         self._state = after
+        self._recent.extend(_finished(row) for row in ended)
         self._pending = pending
         self._epoch, self._step, self._awaiting_reset = plan.epoch, plan.step, False
         return AppliedPlan(
             rows=rows,
+            operations=plan.operations,
             num_tokens=sum(entry.num_tokens for entry in pending),
             num_wasted_rows=num_wasted,
             digest=self.digest,
@@ -213,6 +243,10 @@ class Replica:
     def _refuse(self, code: FaultCode, message: str, own_digest: int) -> Refusal:
         self._awaiting_reset = True
         return Refusal(code=code, message=message, digest=own_digest)
+
+    def operations_done(self, op_ids: Collection[int]) -> None:
+        """Their blocks may be used again."""
+        self._in_flight.done(op_ids)
 
     def fail_step(self) -> None:
         """The applied step was not computed: rows keep what they had computed before it."""
@@ -266,15 +300,30 @@ class Replica:
         )
 
     def cancel(self, request_ids: Collection[bytes]) -> int:
-        """Ends the rows of these requests; returns how many there were. Not during a step."""
+        """Ends the rows of these requests, now or at their admission; returns how many at once.
+
+        Not during a step.
+        """
         assert not self._pending, "rows of a running step can't be ended"
-        ended = 0
+        early, ended = dict.fromkeys(request_ids), 0
         for row in self._state.table.values():
-            if row.ended is None and row.request_id in request_ids:
-                row.ended = FinishReason.CANCELLED
-                self._recent.append(_finished(row))
-                ended += 1
+            if row.request_id in request_ids:
+                early.pop(row.request_id, None)
+                if row.ended is None:
+                    row.ended = FinishReason.CANCELLED
+                    self._recent.append(_finished(row))
+                    ended += 1
+        self._early_cancels |= early
+        while len(self._early_cancels) > MAX_EARLY_CANCELS:
+            del self._early_cancels[next(iter(self._early_cancels))]
         return ended
+
+    def _cancelled_before(self, plan: StepPlan, after: TableState) -> list[Row]:
+        """Ends the rows that the plan admits although their clients are gone."""
+        rows = [after.table[a.slot] for a in plan.admits if a.request_id in self._early_cancels]
+        for row in rows:
+            row.ended = FinishReason.CANCELLED
+        return rows
 
     def snapshot(self) -> Snapshot:
         """Rows that have not ended, and the last MAX_RECENT_FINISHES ends."""

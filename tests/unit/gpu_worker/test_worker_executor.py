@@ -9,7 +9,7 @@ import pytest
 
 from gpu_worker.executor import MAX_QUEUED_PLANS, Executor, StepOutcome
 from gpu_worker.messages import FaultCode, FaultScope, FinishReason
-from gpu_worker.ports import ModelRunner, RunnerInfo, ScheduledRow, StepOutput
+from gpu_worker.ports import ModelRunner, RunnerInfo, SamplingSpec, ScheduledRow, StepOutput
 from servicekit.logs import get_logger
 from tests.stub_worker.fake_runner import FakeOptions, FakeRunner, token_from_history
 from tests.worker_builders import PlanScript, make_admit, request_id
@@ -26,8 +26,10 @@ class GatedRunner(FakeRunner):
         super().__init__(options)
         self.entered = threading.Event()
         self.gate = threading.Event()
+        self.slots: list[list[int]] = []
 
     def run(self, rows: Sequence[ScheduledRow]) -> StepOutput:
+        self.slots.append([row.slot for row in rows])
         self.entered.set()
         assert self.gate.wait(10)
         return super().run(rows)
@@ -135,6 +137,33 @@ async def test_a_cancel_while_a_step_runs_takes_effect_before_the_next(
     assert list(second.finished_slots) == []
     finishes = bench.executor.snapshot().recent_finishes
     assert [finish.finish_reason for finish in finishes] == [FinishReason.CANCELLED]
+
+
+async def test_a_cancel_leaves_no_row_to_any_step_but_the_running_one(
+    make_bench: Callable[..., Any],
+) -> None:
+    """However many plans wait, and also where a waiting one is yet to admit the request."""
+    runner = GatedRunner(OPTIONS)
+    bench = await make_bench(lambda: runner)
+    longer = make_admit(
+        1, block_ids=tuple(range(20, 24)), sampling=SamplingSpec(max_tokens=2 + MAX_QUEUED_PLANS)
+    )
+    bench.submit(admits=[make_admit(0), longer], schedule=[(0, 5), (1, 5)])
+    await asyncio.to_thread(runner.entered.wait, 10)
+    bench.submit(schedule=[(0, 1), (1, 1)])
+    bench.submit(admits=[make_admit(2)], schedule=[(2, 5)])
+    while bench.submit():
+        pass
+    assert all(bench.executor.cancel(request_id(number)) for number in (0, 2))
+    runner.gate.set()
+    ended = [await bench.outcome() for _ in range(1 + MAX_QUEUED_PLANS)]
+    assert runner.slots == [[0, 1], *[[1]] * MAX_QUEUED_PLANS]
+    assert not any(outcome.result.faults for outcome in ended)
+    assert [set(outcome.result.slots) for outcome in ended[1:]] == [{1}] * MAX_QUEUED_PLANS
+    finishes = bench.executor.snapshot().recent_finishes
+    assert {f.request_id: f.finish_reason for f in finishes} == dict.fromkeys(
+        (request_id(0), request_id(2)), FinishReason.CANCELLED
+    )
 
 
 async def test_a_cancel_takes_effect_without_a_plan(make_bench: Callable[..., Any]) -> None:

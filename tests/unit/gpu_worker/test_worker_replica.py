@@ -8,7 +8,14 @@ import pytest
 
 from gpu_worker.messages import FaultCode, FinishReason, StepPlan, TokenBatch
 from gpu_worker.ports import SamplingSpec, StepOutput
-from gpu_worker.replica import AppliedPlan, CompletedStep, Refusal, Replica, RunnerOutputError
+from gpu_worker.replica import (
+    MAX_EARLY_CANCELS,
+    AppliedPlan,
+    CompletedStep,
+    Refusal,
+    Replica,
+    RunnerOutputError,
+)
 from tests.worker_builders import (
     GATEWAY_A,
     GATEWAY_B,
@@ -170,6 +177,18 @@ def test_a_cancelled_row_is_wasted_until_it_is_released(
     assert (done.slots, done.finished_slots) == ([1], [])
     after = applied(replica, script.plan(releases=[0]))
     assert after.num_wasted_rows == 0
+
+
+def test_early_cancels_are_kept_up_to_a_bound(replica: Replica, script: PlanScript) -> None:
+    """At the bound the oldest is forgotten, and its request is computed."""
+    replica.cancel({request_id(1)})
+    replica.cancel({request_id(number) for number in range(2, MAX_EARLY_CANCELS + 1)})
+    replica.cancel({request_id(2)})
+    replica.cancel({request_id(MAX_EARLY_CANCELS + 1)})
+    admits = [make_admit(slot, request_id=request_id(1 + slot)) for slot in range(2)]
+    after = applied(replica, script.plan(admits=admits, schedule=[(0, 5), (1, 5)]))
+    assert ([row.slot for row in after.rows], after.num_wasted_rows) == ([0], 1)
+    assert [finish.request_id for finish in replica.snapshot().recent_finishes] == [request_id(2)]
 
 
 def test_a_failed_row_ends_alone(replica: Replica, script: PlanScript) -> None:

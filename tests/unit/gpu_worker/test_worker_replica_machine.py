@@ -136,11 +136,12 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @rule(slots=st.sets(st.integers(0, LIMITS.num_slots - 1)))
     def cancel(self, slots: set[int]) -> None:
+        """Also of rows whose admission is still to come."""
         announced = {admit.slot for admit in self.change.admits}
-        ids = {self.rows[s].admit.request_id for s in slots & self.rows.keys() - announced}
-        alive = [row for row in self.rows.values() if row.admit.request_id in ids]
-        expected = sum(row.ended is None for row in alive)
-        for row in alive:
+        gone = {slot: self.rows[slot] for slot in slots & self.rows.keys()}
+        ids = {row.admit.request_id for row in gone.values()}
+        expected = sum(row.ended is None for s, row in gone.items() if s not in announced)
+        for row in gone.values():
             row.ended = row.ended or FinishReason.CANCELLED
         assert self.replica.cancel(ids) == expected
 
