@@ -25,7 +25,7 @@ from gpu_worker.messages import (
     TokenLogprobs,
     TokensMessage,
 )
-from gpu_worker.ports import RunnerInfo, SamplingSpec
+from gpu_worker.ports import Operation, RunnerInfo, SamplingSpec
 
 
 class UnknownMessageError(Exception):
@@ -64,6 +64,16 @@ def step_plan(plan: worker_pb2.StepPlan) -> StepPlan:
         grow_slots=tuple(plan.grow_slots),
         grow_block_ids=tuple(plan.grow_block_ids),
         digest=plan.digest,
+        operations=tuple(
+            Operation(
+                op_id=operation.op_id,
+                kind=operation.kind,
+                group=operation.group,
+                source_blocks=tuple(operation.source_blocks),
+                target_blocks=tuple(operation.target_blocks),
+            )
+            for operation in plan.operations
+        ),
     )
 
 
@@ -147,13 +157,19 @@ def hello(
                     block_size=group.block_size,
                     block_bytes=group.block_bytes,
                     num_device_blocks=group.num_blocks,
+                    num_host_blocks=group.num_host_blocks,
                 )
             ],
             num_slots=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_model_len=info.max_model_len,
             parallelism=worker_pb2.Parallelism(tensor_parallel_size=1, pipeline_parallel_size=1),
-            cost=worker_pb2.CostProfile(step_us=info.step_us, token_us=info.token_us),
+            cost=worker_pb2.CostProfile(
+                step_us=info.step_us,
+                token_us=info.token_us,
+                swap_out_gb_per_s=info.swap_out_gb_per_s,
+                swap_in_gb_per_s=info.swap_in_gb_per_s,
+            ),
             last_applied_step=last_applied_step,
             first_result_step=first_result_step,
         )
@@ -200,6 +216,7 @@ def step_result(result: StepResult) -> worker_pb2.StepResult:
         ),
         faults=[_fault(fault) for fault in result.faults],
         digest=result.digest,
+        operations_done=result.operations_done,
     )
 
 

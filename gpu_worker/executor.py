@@ -5,6 +5,12 @@ bounded set of cancels, both under one lock; the thread answers with `call_soon_
 replica has a lock of its own, which is never held while the model computes, so that a snapshot
 does not wait for a step.
 
+Operations that may still run beside the next step are not waited for: a later result names them.
+A step waits for all of them if it has no rows, if it failed, or if no other plan is there yet, so
+that a scheduler with nothing to plan gets every acknowledgement. A plan with `reset` waits for
+those before it, and forgets them if its epoch is a new one. Both count as the step's apply time.
+An operation that raises ends the worker, since its blocks hold nobody knows what.
+
 Bounds: MAX_QUEUED_PLANS plans wait (more is the sender's fault, `submit` says False);
 MAX_PENDING_CANCELS cancels wait (more are dropped: their senders repeat them while tokens come).
 """
@@ -15,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from structlog.typing import FilteringBoundLogger
 
@@ -32,6 +38,7 @@ from gpu_worker.messages import (
 from gpu_worker.ports import (
     BrokenDeviceError,
     ModelRunner,
+    Operation,
     OutOfDeviceMemoryError,
     RunnerInfo,
     ScheduledRow,
@@ -43,6 +50,7 @@ from gpu_worker.slot_table import ReplicaLimits
 MAX_QUEUED_PLANS = 8
 MAX_PENDING_CANCELS = 100_000
 _MAX_FAULT_CHARS = 500
+_NO_OUTPUT = StepOutput(token_ids=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +60,26 @@ class StepOutcome:
     result: StepResult
     batches: Sequence[tuple[bytes, TokenBatch]] = ()
     num_tokens: int = 0
+    operations: Sequence[Operation] = ()  # that were begun
 
     @property
     def worker_failed(self) -> bool:
         """The thread has ended with this step."""
         return any(fault.scope is FaultScope.WORKER for fault in self.result.faults)
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a step has come to; when it fails, what is there is reported."""
+
+    output: StepOutput = _NO_OUTPUT
+    apply_ns: int = 0
+    digest: int = 0
+    num_tokens: int = 0
+    num_wasted_rows: int = 0
+    operations: Sequence[Operation] = ()
+    operations_done: list[int] = field(default_factory=list)
+    done: CompletedStep | None = None
 
 
 class _StepFailedError(Exception):
@@ -227,42 +250,24 @@ class Executor:
         self, runner: ModelRunner, replica: Replica, plan: StepPlan, received_ns: int
     ) -> StepOutcome:
         begin_ns = self._clock_ns()
-        output = StepOutput(token_ids=())
-        apply_ns, own_digest, num_tokens, num_wasted = 0, 0, 0, 0
-        done: CompletedStep | None = None
-        faults: Sequence[Fault]
+        step = _Step()
         try:
-            applied = self._apply(replica, plan)
-            apply_ns = self._clock_ns() - begin_ns
-            own_digest = applied.digest
-            if isinstance(applied, Refusal):
-                raise _StepFailedError(
-                    Fault(
-                        scope=FaultScope.STEP,
-                        code=applied.code,
-                        message=applied.message[:_MAX_FAULT_CHARS],
-                        retryable=True,
-                    )
-                )
-            num_tokens, num_wasted = applied.num_tokens, applied.num_wasted_rows
-            if applied.rows:
-                output = self._run(runner, applied.rows)
-            done = self._complete(replica, output)
-            faults = done.faults
+            self._compute(runner, replica, plan, step)
+            faults = step.done.faults if step.done else ()
             if faults:
                 rows = [(fault.slot, fault.message) for fault in faults]
                 self._log.warning("rows failed", step=plan.step, epoch=plan.epoch, rows=rows)
         except _StepFailedError as error:
-            with self._replica_lock:
-                replica.fail_step()
-            faults = (error.fault,)
+            fault = self._after_failure(runner, replica, step, error.fault)
+            faults = (fault,)
             self._log.warning(
-                "step failed", step=plan.step, epoch=plan.epoch, code=error.fault.code.name,
-                reason=error.fault.message,
+                "step failed", step=plan.step, epoch=plan.epoch, code=fault.code.name,
+                reason=fault.message,
             )  # fmt: skip
+        done, output = step.done, step.output
         times = StepTimes(
             idle_us=max(0, begin_ns - self._idle_since_ns) // 1000,
-            apply_us=apply_ns // 1000 + output.apply_us,
+            apply_us=step.apply_ns // 1000 + output.apply_us,
             forward_us=output.forward_us,
             sample_us=output.sample_us,
             total_us=max(0, self._clock_ns() - received_ns) // 1000,
@@ -270,20 +275,96 @@ class Executor:
         result = StepResult(
             epoch=plan.epoch,
             step=plan.step,
-            digest=own_digest,
+            digest=step.digest,
             slots=done.slots if done else (),
             token_ids=done.token_ids if done else (),
             finished_slots=done.finished_slots if done else (),
             finish_reasons=done.finish_reasons if done else (),
-            num_wasted_rows=num_wasted if done else 0,
+            num_wasted_rows=step.num_wasted_rows if done else 0,
             faults=faults,
             times=times,
+            operations_done=step.operations_done,
         )
         return StepOutcome(
             result=result,
             batches=done.batches if done else (),
-            num_tokens=num_tokens if done else 0,
+            num_tokens=step.num_tokens if done else 0,
+            operations=step.operations,
         )
+
+    def _compute(self, runner: ModelRunner, replica: Replica, plan: StepPlan, step: _Step) -> None:
+        """Fills `step` as far as it gets. Raises _StepFailedError."""
+        begin_ns = self._clock_ns()
+        if plan.reset:
+            old_epoch = plan.epoch != replica.epoch
+            done = self._finished_operations(runner, replica, wait=True)
+            step.operations_done.extend(() if old_epoch else done)
+        applied = self._apply(replica, plan)
+        step.apply_ns = self._clock_ns() - begin_ns
+        step.digest = applied.digest
+        if isinstance(applied, Refusal):
+            raise _StepFailedError(
+                Fault(
+                    scope=FaultScope.STEP,
+                    code=applied.code,
+                    message=applied.message[:_MAX_FAULT_CHARS],
+                    retryable=True,
+                )
+            )
+        step.num_tokens, step.num_wasted_rows = applied.num_tokens, applied.num_wasted_rows
+        if applied.operations:
+            self._begin_operations(runner, applied.operations)
+            step.operations = applied.operations
+            step.apply_ns = self._clock_ns() - begin_ns
+        if applied.rows:
+            step.output = self._run(runner, applied.rows)
+        if replica.num_operations:
+            begin_ns = self._clock_ns()
+            wait = not applied.rows or not self._has_plans()
+            done = self._finished_operations(runner, replica, wait=wait)
+            step.operations_done.extend(done)
+            step.apply_ns += self._clock_ns() - begin_ns
+        step.done = self._complete(replica, step.output)
+
+    def _after_failure(
+        self, runner: ModelRunner, replica: Replica, step: _Step, fault: Fault
+    ) -> Fault:
+        """Names all operations that had begun, if the device is fine; the fault to report."""
+        with self._replica_lock:
+            replica.fail_step()
+        if fault.scope is FaultScope.STEP:
+            try:
+                step.operations_done.extend(self._finished_operations(runner, replica, wait=True))
+            except _StepFailedError as worse:
+                return worse.fault
+        return fault
+
+    def _has_plans(self) -> bool:
+        with self._work:
+            return bool(self._plans)
+
+    def _begin_operations(self, runner: ModelRunner, operations: Sequence[Operation]) -> None:
+        try:
+            runner.begin_operations(operations)
+        except BaseException as error:
+            raise self._lost_blocks(error) from error
+
+    def _finished_operations(
+        self, runner: ModelRunner, replica: Replica, *, wait: bool
+    ) -> Sequence[int]:
+        if not replica.num_operations:
+            return ()
+        try:
+            op_ids = runner.finished_operations(wait=wait)
+            replica.operations_done(op_ids)
+        except BaseException as error:
+            raise self._lost_blocks(error) from error
+        return op_ids
+
+    def _lost_blocks(self, error: BaseException) -> _StepFailedError:
+        """After this nobody knows what is in the blocks: the worker leaves."""
+        self._log.error("copying blocks raised", exc_info=True)
+        return _StepFailedError(_step_fault(FaultCode.COMPUTE, error, FaultScope.WORKER))
 
     def _apply(self, replica: Replica, plan: StepPlan) -> AppliedPlan | Refusal:
         try:
@@ -334,4 +415,5 @@ def _limits(info: RunnerInfo) -> ReplicaLimits:
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
         max_num_batched_tokens=info.max_num_batched_tokens,
+        num_host_blocks=info.cache_group.num_host_blocks,
     )

@@ -4,6 +4,9 @@ In order: num_gpu_blocks_override, then kv_cache_gib, then by memory. On a CPU t
 the memory available, at most 4 GiB; pages are touched only when blocks are first written. On CUDA
 it is gpu_memory_utilization of the device, less what weights and a full step take.
 
+Host blocks, which swap needs, take swap_space_gib. Below 0 that is by memory: an eighth of what is
+available, at most 4 GiB on CUDA and 1 GiB on a CPU.
+
 The cache starts as zeros and holds whatever rows wrote after that.
 """
 
@@ -19,6 +22,8 @@ from kernels.native import memory
 GIB = 2**30
 CPU_SHARE = 0.25
 CPU_MOST_BYTES = 4 * GIB
+HOST_SHARE = 0.125
+HOST_MOST_BYTES = {"cuda": 4 * GIB, "cpu": GIB}
 
 
 class CacheTooSmallError(Exception):
@@ -87,6 +92,25 @@ def choose_max_model_len(request: SizingRequest, of_model: int, num_blocks: int)
 def cpu_cache_bytes(available_bytes: int) -> int:
     """The share of memory that a worker on a CPU takes unasked."""
     return min(int(available_bytes * CPU_SHARE), CPU_MOST_BYTES)
+
+
+def choose_num_host_blocks(
+    swap_space_gib: float, bytes_per_block: int, device: torch.device, available_bytes: int
+) -> int:
+    """Blocks in host memory; available_bytes is what the process may still allocate.
+
+    Raises CacheTooSmallError for more than that.
+    """
+    if swap_space_gib < 0:
+        most = HOST_MOST_BYTES["cuda" if device.type == "cuda" else "cpu"]
+        return min(int(available_bytes * HOST_SHARE), most) // bytes_per_block
+    budget = int(swap_space_gib * GIB)
+    if budget > available_bytes:
+        raise CacheTooSmallError(
+            f"QUIRE_SWAP_SPACE_GIB={swap_space_gib:g} is more than the {available_bytes} bytes of "
+            "host memory that are available"
+        )
+    return budget // bytes_per_block
 
 
 def available_memory_bytes(

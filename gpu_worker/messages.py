@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpu_worker.ports import SamplingSpec
+from gpu_worker.ports import Operation, SamplingSpec
 
 # Logprobs, those of likely tokens included, that one message to a gateway may hold: at 9 bytes each
 # at most, well under the bound of a gRPC message.
@@ -88,6 +88,7 @@ class StepPlan:
     grow_slots: Sequence[int] = ()
     grow_block_ids: Sequence[int] = ()
     digest: int = 0
+    operations: Sequence[Operation] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +127,7 @@ class StepResult:
     num_wasted_rows: int = 0
     faults: Sequence[Fault] = ()
     times: StepTimes = StepTimes()
+    operations_done: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gpu_worker.executor import StepOutcome
 from gpu_worker.messages import FaultScope
-from gpu_worker.ports import RunnerInfo
+from gpu_worker.ports import OperationKind, RunnerInfo
 from servicekit.metrics import SIZE_BUCKETS, STEP_BUCKETS_S
 
 _PARTS = ("idle", "apply", "forward", "sample")
@@ -43,6 +43,15 @@ class WorkerMetrics:
             [*names, "code"],
             registry=registry,
         )
+        operation_blocks = Counter(
+            "quire:worker_operation_blocks",
+            "Blocks of copies that were begun, by kind.",
+            [*names, "kind"],
+            registry=registry,
+        )
+        self._operation_blocks = {
+            kind: operation_blocks.labels(model_name, kind.name.lower()) for kind in OperationKind
+        }
         self._tokens = Histogram(
             "vllm:iteration_tokens_total",
             "Tokens computed in a step.",
@@ -64,9 +73,14 @@ class WorkerMetrics:
         Gauge(
             "vllm:cache_config_info",
             "The KV cache.",
-            ["model_name", "block_size", "num_gpu_blocks"],
+            ["model_name", "block_size", "num_gpu_blocks", "num_cpu_blocks"],
             registry=self._registry,
-        ).labels(self._model_name, str(group.block_size), str(group.num_blocks)).set(1)
+        ).labels(
+            self._model_name,
+            str(group.block_size),
+            str(group.num_blocks),
+            str(group.num_host_blocks),
+        ).set(1)
 
     def step_ended(self, outcome: StepOutcome) -> None:
         """Counts a step."""
@@ -78,6 +92,9 @@ class WorkerMetrics:
         self._steps.inc()
         self._tokens.observe(outcome.num_tokens)
         self._batches.inc(len(outcome.batches))
+        for operation in outcome.operations:
+            kind = OperationKind(operation.kind)
+            self._operation_blocks[kind].inc(len(operation.target_blocks))
         for fault in outcome.result.faults:
             if fault.scope is not FaultScope.REQUEST:
                 self._refusals.labels(self._model_name, fault.code.name.lower()).inc()

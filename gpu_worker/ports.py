@@ -1,5 +1,6 @@
 """What the service side of the worker asks of the compute side, and the values between them."""
 
+import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -118,19 +119,42 @@ class StepOutput:
     sample_us: int = 0
 
 
+class OperationKind(enum.IntEnum):
+    """From where to where blocks are copied."""
+
+    COPY = 1
+    SWAP_OUT = 2
+    SWAP_IN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """Whole blocks to copy, pair by pair; see quire.v1.Operation. `kind` may be an unknown one."""
+
+    op_id: int
+    kind: int
+    group: int = 0
+    source_blocks: Sequence[int]
+    target_blocks: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroupSpec:
-    """Layers whose blocks are handed out together. window 0 is full attention."""
+    """Layers whose blocks are handed out together. window 0 is full attention.
+
+    num_blocks are on the device; num_host_blocks in host memory, none without swap.
+    """
 
     window: int
     block_size: int
     block_bytes: int
     num_blocks: int
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerInfo:
-    """What a loaded model offers; fills Hello."""
+    """What a loaded model offers; fills Hello. The bandwidths are 0 without host blocks."""
 
     model_digest: str
     vocab_size: int
@@ -140,6 +164,8 @@ class RunnerInfo:
     cache_group: CacheGroupSpec
     step_us: float
     token_us: float
+    swap_out_gb_per_s: float = 0.0
+    swap_in_gb_per_s: float = 0.0
 
 
 class OutOfDeviceMemoryError(Exception):
@@ -156,6 +182,10 @@ class ModelRunner(Protocol):
     `run` writes the rows' KV into their blocks and samples. It raises OutOfDeviceMemoryError,
     BrokenDeviceError, or any other exception for a step that failed as a whole. It keeps no
     state of requests.
+
+    Operations are begun in order, between the steps before and those after. COPY takes its place
+    among the steps; swaps may run beside later steps, in order among themselves, until
+    `finished_operations` names them. What these two raise leaves blocks in an unknown state.
     """
 
     @property
@@ -164,3 +194,9 @@ class ModelRunner(Protocol):
 
     def run(self, rows: Sequence[ScheduledRow]) -> StepOutput:
         """Computes one step; `rows` is not empty."""
+
+    def begin_operations(self, operations: Sequence[Operation]) -> None:
+        """Copies blocks, or begins to. The replica has checked the operations."""
+
+    def finished_operations(self, *, wait: bool) -> Sequence[int]:
+        """Ids of operations done since the last call; with `wait` of all that have been begun."""

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_worker import kv_cache, models, sampler, scoring
+from gpu_worker import block_copies, kv_cache, models, sampler, scoring
 from gpu_worker.attention import Backend, PagedContext, StepTables, make_backend
 from gpu_worker.batch import BatchBuilder, BatchLimits, FlatBatch
 from gpu_worker.ports import (
     BrokenDeviceError,
     CacheGroupSpec,
     ModelRunner,
+    Operation,
     OutOfDeviceMemoryError,
     RunnerInfo,
     SamplingSpec,
@@ -56,10 +57,12 @@ class TorchRunner:
         *,
         model: models.LoadedModel,
         context: PagedContext,
+        copies: block_copies.BlockCopies,
         info: RunnerInfo,
     ) -> None:
         self._model = model
         self._context = context
+        self._copies = copies
         self._info = info
         self._builder = BatchBuilder(
             BatchLimits(
@@ -74,6 +77,14 @@ class TorchRunner:
     def info(self) -> RunnerInfo:
         """What the loaded model offers."""
         return self._info
+
+    def begin_operations(self, operations: Sequence[Operation]) -> None:
+        """See ports.ModelRunner."""
+        self._copies.begin(operations)
+
+    def finished_operations(self, *, wait: bool) -> Sequence[int]:
+        """See ports.ModelRunner."""
+        return self._copies.finished(wait=wait)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[ScheduledRow]) -> StepOutput:
@@ -166,8 +177,8 @@ class _device_errors:  # noqa: N801  # reads as a statement: with _device_errors
 def load_runner(settings: "WorkerSettings", log: Any) -> TorchRunner:
     """Loads, sizes the cache, checks, warms up and measures.
 
-    Raises UnsupportedModelError, CacheTooSmallError, ValueError or OSError with a message for the
-    operator when that can't be done as configured.
+    Raises UnsupportedModelError, CacheTooSmallError, HostMemoryError, ValueError or OSError with a
+    message for the operator when that can't be done as configured.
     """
     keep_freed_memory()
     torch.set_num_threads(settings.num_threads or usable_cores())
@@ -196,27 +207,36 @@ def load_runner(settings: "WorkerSettings", log: Any) -> TorchRunner:
         deterministic=settings.deterministic,
         log=log,
     )
-    context, info = _sized(settings, model, backend, log)
+    context, copies, info = _sized(settings, model, backend, log)
     info = replace(info, model_digest=model_digest(folder))
     if info.max_model_len >= models.CHECK_TOKENS:
         cosine = models.check_parity(model, context, settings.block_size)
         log.info("paged attention agrees with eager attention", least_cosine=round(cosine, 6))
     if model.fused is not None:
         model.fused.release(model.module)
-    cost = measure(TorchRunner(model=model, context=context, info=info))
+    cost = measure(TorchRunner(model=model, context=context, copies=copies, info=info))
+    swap = block_copies.measure(copies)
     log.info(
         "warmed up",
         step_us=round(cost.step_us),
         token_us=round(cost.token_us, 1),
+        swap_out_gb_per_s=round(swap.out_gb_per_s, 2),
+        swap_in_gb_per_s=round(swap.in_gb_per_s, 2),
         seconds=round(time.monotonic() - began, 1),
     )
-    info = replace(info, step_us=cost.step_us, token_us=cost.token_us)
-    return TorchRunner(model=model, context=context, info=info)
+    info = replace(
+        info,
+        step_us=cost.step_us,
+        token_us=cost.token_us,
+        swap_out_gb_per_s=swap.out_gb_per_s,
+        swap_in_gb_per_s=swap.in_gb_per_s,
+    )
+    return TorchRunner(model=model, context=context, copies=copies, info=info)
 
 
 def _sized(
     settings: "WorkerSettings", model: models.LoadedModel, backend: Backend, log: Any
-) -> tuple[PagedContext, RunnerInfo]:
+) -> tuple[PagedContext, block_copies.BlockCopies, RunnerInfo]:
     """The cache as the settings and the memory have it, and what it lets the model offer."""
     device, shape = model.device, model.kv_shape
     batched = settings.max_num_batched_tokens or default_batched_tokens(device)
@@ -226,6 +246,9 @@ def _sized(
         memory = kv_cache.device_cache_bytes(trial, settings.gpu_memory_utilization)
     else:
         memory = kv_cache.cpu_cache_bytes(kv_cache.available_memory_bytes())
+    num_host_blocks = kv_cache.choose_num_host_blocks(
+        settings.swap_space_gib, bytes_per_block, device, kv_cache.available_memory_bytes()
+    )
     request = kv_cache.SizingRequest(
         num_gpu_blocks_override=settings.num_gpu_blocks_override,
         kv_cache_gib=settings.kv_cache_gib,
@@ -240,13 +263,17 @@ def _sized(
         block_size=settings.block_size,
         tokens=num_blocks * settings.block_size,
         mib=round(num_blocks * bytes_per_block / 2**20),
+        host_blocks=num_host_blocks,
+        host_mib=round(num_host_blocks * bytes_per_block / 2**20),
         max_model_len=longest,
         max_model_len_of_model=model.max_position_embeddings,
         max_num_batched_tokens=batched,
     )
     models.fix_rotary(model, longest)
     layout = kv_cache.layout(shape, settings.block_size, num_blocks)
-    context = PagedContext(kv_cache.allocate(layout, model.dtype, device), backend)
+    cache = kv_cache.allocate(layout, model.dtype, device)
+    copies = block_copies.make(cache, num_host_blocks)
+    context = PagedContext(cache, backend)
     info = RunnerInfo(
         model_digest="",
         vocab_size=model.vocab_size,
@@ -258,11 +285,12 @@ def _sized(
             block_size=settings.block_size,
             block_bytes=bytes_per_block,
             num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
         ),
         step_us=0.0,
         token_us=0.0,
     )
-    return context, info
+    return context, copies, info
 
 
 def keep_freed_memory() -> None:

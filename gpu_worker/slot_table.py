@@ -32,6 +32,7 @@ class ReplicaLimits:
     vocab_size: int
     max_model_len: int
     max_num_batched_tokens: int
+    num_host_blocks: int = 0
 
     @property
     def max_blocks_per_row(self) -> int:

@@ -16,6 +16,7 @@ _PREEMPTION = choice("auto", "recompute")
 _BACKENDS = choice("auto", "native", "torch", "triton")
 _DTYPES = choice("auto", "bfloat16", "float32", aliases={"bf16": "bfloat16", "fp32": "float32"})
 _BUDGET = "tokens, 0: by device (CPU 256, GPU 2048 or 8192)"
+_SWAP = "GiB, 0: none, -1: by memory (GPU up to 4, CPU up to 1)"
 _CONTEXT = "longest prompt and output together"
 _RECOMPUTE = "auto: recompute until swap is built"
 
@@ -78,7 +79,7 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(WORKER, "kv_cache_gib", number(0, 4096), 0.0, "GiB, 0: by memory", "KV cache"),
     _s(WORKER, "num_gpu_blocks_override", integer(0, _BIG), 0, "blocks, 0: none", "KV cache"),
     _s(WORKER, "gpu_memory_utilization", number(0.05, 0.99), 0.9, "share", "of device memory"),
-    _s(WORKER, "swap_space_gib", number(0, 0), 0.0, "GiB", "host KV; 0 until swap is built"),
+    _s(WORKER, "swap_space_gib", number(-1, 4096), -1.0, _SWAP, "host KV blocks, for swap"),
     _s(WORKER, "kv_cache_dtype", choice("auto"), "auto", "", "dtype of the KV cache"),
     _s(WORKER, "tensor_parallel_size", integer(1, 1), 1, "devices", "1 until it is built"),
     _s(WORKER, "attention_backend", _BACKENDS, "auto", "", "paged attention"),

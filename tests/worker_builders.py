@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 
-from quire.v1 import common_pb2, worker_pb2
+from quire.v1 import common_pb2, operations_pb2, worker_pb2
 
 from gpu_worker import digest
 from gpu_worker.messages import Admit, StepPlan
-from gpu_worker.ports import SamplingSpec
+from gpu_worker.ports import Operation, SamplingSpec
 from gpu_worker.slot_table import ReplicaLimits
 
 LIMITS = ReplicaLimits(
@@ -17,6 +17,7 @@ LIMITS = ReplicaLimits(
     vocab_size=100,
     max_model_len=40,
     max_num_batched_tokens=64,
+    num_host_blocks=16,
 )
 GATEWAY_A, GATEWAY_B = b"a" * 16, b"b" * 16
 
@@ -45,6 +46,19 @@ def make_admit(slot: int = 0, **changes: object) -> Admit:
     return dataclasses.replace(admit, **changes)  # type: ignore[arg-type]
 
 
+def make_operation(
+    op_id: int, kind: int, pairs: Sequence[tuple[int, int]], **changes: object
+) -> Operation:
+    """Source and target blocks as pairs."""
+    operation = Operation(
+        op_id=op_id,
+        kind=kind,
+        source_blocks=tuple(source for source, _ in pairs),
+        target_blocks=tuple(target for _, target in pairs),
+    )
+    return dataclasses.replace(operation, **changes)  # type: ignore[arg-type]
+
+
 class PlanScript:
     """Writes plans one after the other, as a scheduler would. The first one resets.
 
@@ -64,6 +78,7 @@ class PlanScript:
         releases: Sequence[int] = (),
         schedule: Sequence[tuple[int, int]] = (),
         growth: Sequence[tuple[int, int]] = (),
+        operations: Sequence[Operation] = (),
     ) -> StepPlan:
         """The next plan; `schedule` holds the rows whose number changes."""
         self.step += 1
@@ -88,6 +103,7 @@ class PlanScript:
             grow_slots=tuple(slot for slot, _ in growth),
             grow_block_ids=tuple(block for _, block in growth),
             digest=self.digest(),
+            operations=tuple(operations),
         )
 
     def digest(self) -> int:
@@ -112,6 +128,17 @@ def plan_message(plan: StepPlan) -> worker_pb2.StepPlan:
         grow_slots=plan.grow_slots,
         grow_block_ids=plan.grow_block_ids,
         digest=plan.digest,
+        operations=[_operation_message(operation) for operation in plan.operations],
+    )
+
+
+def _operation_message(operation: Operation) -> operations_pb2.Operation:
+    return operations_pb2.Operation(
+        op_id=operation.op_id,
+        kind=operations_pb2.Operation.Kind.ValueType(operation.kind),
+        group=operation.group,
+        source_blocks=operation.source_blocks,
+        target_blocks=operation.target_blocks,
     )
 
 

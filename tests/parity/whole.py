@@ -67,6 +67,7 @@ class Worker:
                 vocab_size=info.vocab_size,
                 max_model_len=info.max_model_len,
                 max_num_batched_tokens=info.max_num_batched_tokens,
+                num_host_blocks=info.cache_group.num_host_blocks,
             )
         )
         self.plans: deque[bytes] = deque()
@@ -78,7 +79,12 @@ class Worker:
         assert isinstance(plan, StepPlan)
         applied = self._replica.apply(plan)
         assert isinstance(applied, AppliedPlan), applied
+        operations_done: Sequence[int] = ()
         self._replica.check_invariants()
+        if applied.operations:
+            self._runner.begin_operations(applied.operations)
+            operations_done = self._runner.finished_operations(wait=True)
+            self._replica.operations_done(operations_done)
         output = self._runner.run(applied.rows) if applied.rows else StepOutput(token_ids=())
         assert not output.failures, output.failures
         done = self._replica.complete(output)
@@ -91,6 +97,7 @@ class Worker:
             finished_slots=done.finished_slots,
             finish_reasons=done.finish_reasons,
             num_wasted_rows=applied.num_wasted_rows,
+            operations_done=operations_done,
         )
         batches = [worker_codec.token_batch(1, batch) for _, batch in done.batches]
         return (
@@ -125,6 +132,8 @@ class Whole:
                     block_size=info.cache_group.block_size,
                     max_num_batched_tokens=info.max_num_batched_tokens,
                     max_model_len=info.max_model_len,
+                    num_host_blocks=info.cache_group.num_host_blocks,
+                    block_bytes=info.cache_group.block_bytes,
                 ),
                 gateway_ids=frozenset((GATEWAY,)),
                 snapshot_attempts={},
@@ -184,6 +193,7 @@ class Whole:
                 token_ids=report.token_ids,
                 finished=report.finished,
                 num_wasted_rows=report.num_wasted_rows,
+                operations_done=report.operations_done,
             )
         )
 

@@ -14,13 +14,15 @@ from gpu_worker import app
 from gpu_worker.ports import ModelRunner
 from gpu_worker.settings import WorkerSettings
 from servicekit import model_files, process
-from tests.stub_worker.fake_runner import FakeOptions, FakeRunner
+from tests.stub_worker.fake_runner import BLOCK_BYTES, FakeOptions, FakeRunner
 
 
 def options_for(configured: WorkerSettings, environ: Mapping[str, str]) -> FakeOptions:
     """STUB_* over settings over the model folder over the fake's defaults."""
     values: dict[str, object] = {"block_size": configured.block_size}
     values["max_num_seqs"] = configured.max_num_seqs
+    if configured.swap_space_gib >= 0:
+        values["num_host_blocks"] = int(configured.swap_space_gib * 2**30) // BLOCK_BYTES
     try:
         folder = model_files.model_dir(configured.model, weights=False)
     except OSError:

@@ -1,9 +1,10 @@
 """A ModelRunner without torch: tokens are a pure function of what the row says.
 
 `history` takes the next token from all tokens before it, kept in the fake's own paged cache, so
-that a wrong block table, a wrong position or a lost token changes what comes after. `seed` takes it
-from (seed, sample index, output position) alone, so that a lost request repeats the same tokens on
-any worker even if the tables were wrong. Logprobs are those of fake_logprobs.
+that a wrong block table, a wrong position, a lost token or a copy of blocks that is missing or out
+of order changes what comes after. `seed` takes it from (seed, sample index, output position) alone,
+so that a lost request repeats the same tokens on any worker even if the tables were wrong. Logprobs
+are those of fake_logprobs.
 """
 
 import time
@@ -15,6 +16,8 @@ from gpu_worker.ports import (
     BrokenDeviceError,
     CacheGroupSpec,
     LogprobRows,
+    Operation,
+    OperationKind,
     OutOfDeviceMemoryError,
     RunnerInfo,
     ScheduledRow,
@@ -22,6 +25,7 @@ from gpu_worker.ports import (
 )
 
 PREFIX = "STUB_"
+BLOCK_BYTES = 1024
 _MASK = (1 << 64) - 1
 
 
@@ -30,7 +34,9 @@ class FakeOptions:
     """How the fake behaves; each is also a variable STUB_<NAME>.
 
     A step sleeps step_ms + token_us per token, without the GIL. fail_at_step is `kind@N`, the Nth
-    call of `run` fails once: oom, error, broken, exit, or row (one row of the step).
+    call of `run` fails once: oom, error, broken, exit, or row (one row of the step). A swap is made
+    only swap_steps calls of `run` after that of its own plan, or when it is waited for; with 0 at
+    once, as on a CPU.
     """
 
     tokens: str = "history"
@@ -39,6 +45,9 @@ class FakeOptions:
     load_s: float = 0.0
     vocab_size: int = 1024
     num_blocks: int = 4096
+    num_host_blocks: int = 4096
+    swap_gb_per_s: float = 10.0
+    swap_steps: int = 0
     block_size: int = 16
     max_model_len: int = 4096
     max_num_seqs: int = 64
@@ -70,12 +79,18 @@ def fold(state: int, value: int) -> int:
     return state ^ (state >> 29)
 
 
-def token_from_history(tokens: Sequence[int], options: FakeOptions, seed: int = 0) -> int:
+def token_from_history(
+    tokens: Sequence[int], options: FakeOptions, seed: int = 0, sample_index: int = 0
+) -> int:
     """What `history` makes of all known tokens; for tests that predict a stream."""
-    state = seed
+    state = _start(seed, sample_index)
     for position, token in enumerate(tokens):
         state = fold(fold(state, position), token)
     return _in_vocabulary(state, options)
+
+
+def _start(seed: int, sample_index: int) -> int:
+    return fold(seed, sample_index) if sample_index else seed
 
 
 def token_from_seed(seed: int, sample_index: int, position: int, options: FakeOptions) -> int:
@@ -98,13 +113,20 @@ def fake_logprobs(token_ids: Sequence[int], num_top: int, vocab_size: int) -> Lo
     )
 
 
+Block = list[tuple[int, int]]  # (position, token) by place; missing places hold nothing
+
+
 class FakeRunner:
     """See FakeOptions. Keeps (position, token) per cache place and nothing of requests."""
 
     def __init__(self, options: FakeOptions) -> None:
         self.options = options
         self.num_runs = 0
-        self._cache: dict[tuple[int, int], tuple[int, int]] = {}
+        self._empty: Block = [(-1, -1)] * options.block_size
+        self._device: dict[int, Block] = {}
+        self._host: dict[int, Block] = {}
+        self._swaps: list[tuple[int, Operation]] = []  # with the call of `run` that makes them
+        self._done: list[int] = []
         self._fail_kind, _, at = options.fail_at_step.partition("@")
         self._fail_at = int(at) if at else 0
         time.sleep(options.load_s)
@@ -120,11 +142,40 @@ class FakeRunner:
             max_num_seqs=o.max_num_seqs,
             max_num_batched_tokens=o.max_num_batched_tokens,
             cache_group=CacheGroupSpec(
-                window=0, block_size=o.block_size, block_bytes=1024, num_blocks=o.num_blocks
+                window=0,
+                block_size=o.block_size,
+                block_bytes=BLOCK_BYTES,
+                num_blocks=o.num_blocks,
+                num_host_blocks=o.num_host_blocks,
             ),
             step_us=o.step_ms * 1000,
             token_us=o.token_us,
+            swap_out_gb_per_s=o.swap_gb_per_s if o.num_host_blocks else 0.0,
+            swap_in_gb_per_s=o.swap_gb_per_s if o.num_host_blocks else 0.0,
         )
+
+    def begin_operations(self, operations: Sequence[Operation]) -> None:
+        """Copies at once; swaps after swap_steps more calls of `run`, in their order."""
+        for operation in operations:
+            if operation.kind == OperationKind.COPY or not self.options.swap_steps:
+                self._copy(operation)
+            else:
+                self._swaps.append((self.num_runs + self.options.swap_steps, operation))
+
+    def finished_operations(self, *, wait: bool) -> Sequence[int]:
+        """See ports.ModelRunner."""
+        while self._swaps and (wait or self._swaps[0][0] < self.num_runs):
+            self._copy(self._swaps.pop(0)[1])
+        finished, self._done = self._done, []
+        return finished
+
+    def _copy(self, operation: Operation) -> None:
+        kind = operation.kind
+        source = self._host if kind == OperationKind.SWAP_IN else self._device
+        target = self._host if kind == OperationKind.SWAP_OUT else self._device
+        for block, into in zip(operation.source_blocks, operation.target_blocks, strict=True):
+            target[into] = list(source.get(block, self._empty))
+        self._done.append(operation.op_id)
 
     def run(self, rows: Sequence[ScheduledRow]) -> StepOutput:
         """Writes tokens where the model would write KV; reads them back through the tables."""
@@ -168,7 +219,11 @@ class FakeRunner:
     def _store(self, row: ScheduledRow) -> None:
         size = self.options.block_size
         for position, token in enumerate(row.token_ids, row.start):
-            self._cache[row.block_ids[position // size], position % size] = (position, token)
+            number = row.block_ids[position // size]
+            block = self._device.get(number)
+            if block is None:
+                block = self._device[number] = list(self._empty)
+            block[position % size] = (position, token)
 
     def _score(self, row: ScheduledRow, token: int | None) -> LogprobRows:
         scored = [*row.scored_token_ids, *(() if token is None else (token,))]
@@ -181,8 +236,9 @@ class FakeRunner:
                 sampling.seed, sampling.sample_index, row.output_position, self.options
             )
         size = self.options.block_size
-        state = sampling.seed
+        state = _start(sampling.seed, sampling.sample_index)
         for position in range(row.start + len(row.token_ids)):
-            there = self._cache.get((row.block_ids[position // size], position % size), (-1, -1))
+            block = self._device.get(row.block_ids[position // size], self._empty)
+            there = block[position % size]
             state = fold(fold(state, there[0] & _MASK), there[1] & _MASK)
         return _in_vocabulary(state, self.options)
