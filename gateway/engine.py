@@ -312,7 +312,7 @@ class Engine:
                 self._forget(live)
                 # The script may have run although its answer is lost.
                 if isinstance(error, UnavailableError | asyncio.CancelledError):
-                    self._queue.cancel(live.request_id)
+                    self._cancel_anywhere(live.request_id)
             raise
         for live, admission in zip(lives, admissions, strict=True):
             live.admission = admission
@@ -387,7 +387,7 @@ class Engine:
             if live.link is not None and live.link.connected:
                 live.link.cancel(live.request_id)
             else:
-                self._queue.cancel(live.request_id)
+                self._cancel_anywhere(live.request_id)
         now_s = time.monotonic()
         num_prompt, num_output = len(live.queued.prompt_token_ids), len(live.state.tokens)
         first_s = live.first_token_s - live.arrived_s if live.first_token_s else None
@@ -402,6 +402,14 @@ class Engine:
             first_token_s=first_s and round(first_s, 4),
             total_s=round(now_s - live.arrived_s, 4),
         )
+
+    def _cancel_anywhere(self, request_id: RequestId) -> None:
+        """It waits, or is computed by a worker that has sent no token of it.
+
+        By way of the queue alone that worker would hear of it some steps later.
+        """
+        self._queue.cancel(request_id)
+        self._fleet.cancel(request_id)
 
     def _forget(self, live: LiveRequest) -> None:
         self._live.pop(live.request_id, None)
@@ -449,7 +457,7 @@ class Engine:
         self._metrics.superseded.inc()
         if live.state.end is not None:
             # It ended while the script ran.
-            self._queue.cancel(live.request_id)
+            self._cancel_anywhere(live.request_id)
 
     async def _sweep(self) -> None:
         while True:

@@ -47,6 +47,9 @@ class Fleet(Protocol):
     def max_model_len(self) -> int | None:
         """The longest context a worker offers; None while none is known."""
 
+    def cancel(self, request_id: RequestId) -> None:
+        """Ends a request's row on whichever worker has it, in the background."""
+
 
 class EventSink(Protocol):
     """Takes news of requests; calls do not block."""

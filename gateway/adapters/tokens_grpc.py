@@ -184,6 +184,12 @@ class TokensFleet:
         lengths = [x.record.max_model_len for x in self._links.values() if x.record.max_model_len]
         return max(lengths, default=None)
 
+    def cancel(self, request_id: RequestId) -> None:
+        """Tells every worker: those that do not know the request ignore it."""
+        for link in self._links.values():
+            if link.connected:
+                link.cancel(request_id)
+
     async def run(self, sink: EventSink) -> None:
         """Follows the registry, until cancelled."""
         async with asyncio.TaskGroup() as group:

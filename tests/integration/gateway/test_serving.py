@@ -64,11 +64,12 @@ async def first_token(world: World, asked: asyncio.Task[queue_pb2.QueuedRequest]
 
 
 async def test_a_client_that_leaves_before_the_first_token(world: World) -> None:
-    """Its entry is followed by a cancel, and the stream is empty in the end."""
+    """A cancel follows its entry and reaches the workers; the queue is empty in the end."""
     task = start(world, {"prompt": "x", "stream": True})
     request = await world.request()
     task.cancel()
     await world.until(lambda: world.scheduler.cancels == [request.request_id])
+    await world.until(lambda: world.worker.cancels == [request.request_id])
     await world.until(lambda: world.gateway.engine.num_live == 0)
     await asyncio.sleep(0.1)
     assert await queue_length(world.redis) == 0

@@ -71,6 +71,11 @@ class FakeFleet:
 
     usable: bool = True
     max_model_len: int | None = None
+    cancelled: list[RequestId] = field(default_factory=list)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Remembers."""
+        self.cancelled.append(request_id)
 
 
 @dataclass

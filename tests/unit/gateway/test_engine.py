@@ -76,16 +76,17 @@ async def test_an_admission_whose_answer_is_lost_is_cancelled() -> None:
     with pytest.raises(UnavailableError):
         await bench.submit()
     assert len(bench.queue.cancelled) == 1
+    assert bench.fleet.cancelled == bench.queue.cancelled
     assert_idle(bench)
 
 
 async def test_a_client_that_goes_before_the_first_token() -> None:
-    """The scheduler is told through the queue."""
+    """The scheduler is told through the queue, and all workers: one may compute it already."""
     bench = make_bench()
     live = await bench.submit()
     bench.engine.cancel(live)
     bench.engine.cancel(live)
-    assert bench.queue.cancelled == [live.request_id]
+    assert bench.queue.cancelled == bench.fleet.cancelled == [live.request_id]
     assert (await drain_chunks(bench, live))[1] is FinishReason.CANCELLED
     assert_idle(bench)
 
@@ -100,9 +101,10 @@ async def test_a_client_that_goes_later() -> None:
     bench.say(second.request_id, "a")
     bench.engine.cancel(first)
     assert (bench.link.cancelled, other.cancelled) == ([], [first.request_id])
+    assert bench.queue.cancelled == bench.fleet.cancelled == []
     bench.link.connected = False
     assert bench.engine.cancel_by_id(second.public_id)
-    assert bench.queue.cancelled == [second.request_id]
+    assert bench.queue.cancelled == bench.fleet.cancelled == [second.request_id]
     assert not bench.engine.cancel_by_id(second.public_id)
     assert not bench.engine.cancel_by_id("no hex")
     assert_idle(bench)
