@@ -203,12 +203,11 @@ def test_links_resolve() -> None:
 def test_documents_name_settings_that_exist() -> None:
     """A variable in a document that no service knows would stop the process."""
     known = {f"QUIRE_{entry.name.upper()}" for entry in CATALOGUE}
-    allowed = {"QUIRE_DETERMINISTIC"}  # promised in docs/architecture.md, not built yet
     found = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in (*files(".md"), ROOT / "Makefile")
         for name in re.findall(r"\bQUIRE_[A-Z_]*[A-Z]\b", path.read_text())
-        if name not in known | allowed
+        if name not in known
     }
     assert found == set()
 
