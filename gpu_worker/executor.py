@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from structlog.typing import FilteringBoundLogger
 
@@ -61,6 +61,7 @@ class StepOutcome:
     batches: Sequence[tuple[bytes, TokenBatch]] = ()
     num_tokens: int = 0
     operations: Sequence[Operation] = ()  # that were begun
+    cycle_us: int = 0  # from the end of the step before to the end of this one, on the thread
 
     @property
     def worker_failed(self) -> bool:
@@ -242,7 +243,8 @@ class Executor:
         self._num_live_rows = replica.num_live_rows
         self._last_step = plan.step
         self._busy = False
-        self._idle_since_ns = self._clock_ns()
+        before_ns, self._idle_since_ns = self._idle_since_ns, self._clock_ns()
+        outcome = replace(outcome, cycle_us=(self._idle_since_ns - before_ns) // 1000)
         self._post(self._on_outcome, outcome)
         return not outcome.worker_failed
 

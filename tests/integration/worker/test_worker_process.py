@@ -167,6 +167,7 @@ async def test_a_worker_registers_serves_and_withdraws(start: Start, redis: Redi
     assert f"vllm:iteration_tokens_total_sum{{{label}}} 5.0" in text
     for part in ("idle", "apply", "forward", "sample"):
         assert f'quire:worker_step_seconds_count{{{label},part="{part}"}} 3.0' in text
+    assert f"quire:worker_step_outside_forward_seconds_count{{{label}}} 1.0" in text
     assert "quire:worker_idle_seconds_total" in text
     assert 'vllm:cache_config_info{block_size="16"' in text
 

@@ -262,7 +262,10 @@ async def test_the_times_of_a_step_add_up(make_bench: Callable[..., Any]) -> Non
     bench = await make_bench(step_ms=20.0)
     bench.submit(admits=[make_admit()], schedule=[(0, 5)])
     bench.submit(schedule=[(0, 1)])
-    first, second = [(await bench.outcome()).result.times for _ in range(2)]
+    outcomes = [await bench.outcome() for _ in range(2)]
+    first, second = [outcome.result.times for outcome in outcomes]
     assert first.forward_us >= 20_000
     assert second.total_us >= first.forward_us + second.forward_us
     assert second.idle_us < 20_000
+    parts_us = second.idle_us + second.apply_us + second.forward_us + second.sample_us
+    assert outcomes[1].cycle_us >= parts_us > 0
