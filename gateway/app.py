@@ -39,6 +39,9 @@ START_RETRY_S = 0.5
 MAX_CALLS = 8192
 MAX_CALLS_PER_CONNECTION = 1024
 MAX_METADATA_BYTES = 16_384
+# Of a message. The loop parses it, at worst for some 30 ms per MiB; beside its prompt a request may
+# have so much in other fields.
+MESSAGE_BYTES, FIELDS_BYTES = 2**20, 2**17
 
 
 class Gateway:
@@ -94,7 +97,7 @@ class Gateway:
             self._register,
             [SERVICE_NAME, OPEN_INFERENCE],
             [*([KeyInterceptor(keys.current)] if keys is not None else []), CheckedMessages()],
-            public_limits(settings.max_body_bytes),
+            public_limits(message_bytes(settings.max_grpc_message_bytes, model)),
             MAX_CALLS,
         )
         self.ops = OpsServer(registry, lambda: self.engine.ready)
@@ -169,6 +172,12 @@ class Gateway:
     def _listening(self, what: str, port: int) -> None:
         self.ports[what] = port
         self._log.info("listening", what=what, port=port, host=self._settings.host)
+
+
+def message_bytes(wanted: int, model: ModelInfo) -> int:
+    """The bound of a gRPC message; where none is wanted, the longest prompt in token ids fits."""
+    id_bytes = -(-model.vocab_size.bit_length() // 7)
+    return wanted or max(MESSAGE_BYTES, model.max_model_len * id_bytes + FIELDS_BYTES)
 
 
 def public_limits(max_message_bytes: int) -> dict[str, int]:

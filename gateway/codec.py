@@ -226,7 +226,8 @@ def decode_generate(
     return RawRequest(
         model=request.model,
         text=request.text if prompt == "text" else None,
-        token_ids=list(request.token_ids.ids) if prompt == "token_ids" else None,
+        # Read by the validator, once their number has been found good.
+        token_ids=request.token_ids.ids if prompt == "token_ids" else None,
         messages=messages if prompt == "messages" else None,
         logit_bias=dict(request.logit_bias),
         num_logprobs=request.logprobs if request.HasField("logprobs") else None,

@@ -31,6 +31,7 @@ class GatewaySettings:
     stall_s: float
     stream_buffer_tokens: int
     max_body_bytes: int
+    max_grpc_message_bytes: int
     tokenizer_threads: int
     max_model_len: int
 

@@ -17,6 +17,7 @@ _BACKENDS = choice("auto", "native", "torch", "triton")
 _DTYPES = choice("auto", "bfloat16", "float32", aliases={"bf16": "bfloat16", "fp32": "float32"})
 _BUDGET = "tokens, 0: by device (CPU 256, GPU 2048 or 8192)"
 _SWAP = "GiB, 0: none, -1: by memory (GPU up to 4, CPU up to 1)"
+_MESSAGE = "bytes, 0: 1 MiB, or what the context needs"
 _CONTEXT = "longest prompt and output together"
 _RECOMPUTE = "auto: recompute until swap is built"
 
@@ -51,6 +52,7 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(GATEWAY, "stall_s", number(1, 3600), 60.0, "s", "silence before a stream is superseded"),
     _s(GATEWAY, "stream_buffer_tokens", integer(1, 65536), 256, "tokens", "unread, per stream"),
     _s(GATEWAY, "max_body_bytes", integer(1024, _BIG), 4_194_304, "bytes", "largest request body"),
+    _s(GATEWAY, "max_grpc_message_bytes", integer(0, _BIG), 0, _MESSAGE, "largest gRPC request"),
     _s(GATEWAY, "tokenizer_threads", integer(1, 64), 2, "threads", "tokenizing off the loop"),
     # scheduler
     _s(SCHEDULER, "scheduler_port", integer(0, 65535), 0, "port, 0 is a free one", "admin gRPC"),

@@ -311,7 +311,8 @@ def check_prompt(raw: RawRequest, model: ModelInfo) -> CheckedPrompt:
             f"The model {raw.model[:100]!r} is not served here.",
             param="model",
         )
-    given = [p for p in (raw.text, raw.token_ids, raw.messages) if p is not None]
+    token_ids = raw.token_ids
+    given = [p for p in (raw.text, token_ids, raw.messages) if p is not None]
     if len(given) != 1:
         raise invalid("prompt", "exactly one prompt is needed")
     messages = None
@@ -322,12 +323,13 @@ def check_prompt(raw: RawRequest, model: ModelInfo) -> CheckedPrompt:
     elif raw.text is not None:
         _check_length(name, len(raw.text), model)
         _check_text(name, raw.text)
-    elif raw.token_ids:
-        _check_room(name, len(raw.token_ids), model.max_model_len)
-        check_token_ids(name, raw.token_ids, model)
+    elif token_ids:
+        _check_room(name, len(token_ids), model.max_model_len)
+        token_ids = list(token_ids)
+        check_token_ids(name, token_ids, model)
     return CheckedPrompt(
         text=raw.text,
-        token_ids=raw.token_ids,
+        token_ids=token_ids,
         messages=messages,
         name=name,
         add_special_tokens=raw.add_special_tokens,

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import struct
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,11 +12,12 @@ import grpc.aio
 import pytest
 from quire.v1 import inference_pb2, inference_pb2_grpc
 
-from gateway import app
+from gateway import app, codec
+from gateway.core.validation import check
 from gateway.grpc_service import SERVICE_NAME, InferenceService
 from servicekit.grpc_server import Server, channel
 from tests.unit.gateway.answering import answering
-from tests.unit.gateway.fakes import Bench, make_bench
+from tests.unit.gateway.fakes import MODEL, Bench, make_bench
 
 pytestmark = pytest.mark.slow
 
@@ -61,12 +63,41 @@ async def code_of(stub: Any, metadata: Any = (), **fields: Any) -> grpc.StatusCo
 
 
 async def test_messages_are_bounded() -> None:
-    """By status; the connection goes on."""
+    """By status, with both numbers; the connection goes on."""
     async with serving(make_bench()) as address, channel(address) as found:
         stub = stub_of(found)
-        refused = await code_of(stub, text="x" * (MAX_BYTES + 1))
-        assert refused is grpc.StatusCode.RESOURCE_EXHAUSTED
+        too_long = inference_pb2.GenerateRequest(text="x" * MAX_BYTES)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(too_long).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"larger than max ({too_long.ByteSize()} vs. {MAX_BYTES})" in str(caught.value)
         assert await code_of(stub, max_tokens=0) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("context", "vocab_size", "bound"),
+    [(131_072, 151_936, 2**20), (2**20, 200_019, 3 * 2**20 + 2**17)],
+)
+def test_the_largest_request_fits(context: int, vocab_size: int, bound: int) -> None:
+    """The longest prompt in token ids, and all other fields at their limits."""
+    model = replace(MODEL, max_model_len=context, vocab_size=vocab_size)
+    text = "\U0001f600" * 1024
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=[vocab_size - 1] * (context - 1)),
+        stop=[text] * 16,
+        stop_token_ids=[vocab_size - 1] * 128,
+        logit_bias=dict.fromkeys(range(vocab_size - 1024, vocab_size), 1.0),
+        client_request_id="x" * 1024,
+        user=text[:256],
+        cache_salt=text[:256],
+        seed=-(2**63),
+        priority=-(2**31),
+        deadline_ms=2**63 - 1,
+    )
+    check(codec.decode_generate(request), model)
+    assert app.message_bytes(0, model) == bound
+    assert request.ByteSize() <= bound
+    assert app.message_bytes(5000, model) == 5000
 
 
 async def test_metadata_is_bounded() -> None:
