@@ -171,6 +171,8 @@ class _CoreCollector(Collector):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits),
             ("quire:requests_held_back", "Waited for a shared prefix.", stats.num_held_back),
+            ("quire:forks", "Samples begun from another's blocks.", stats.num_forks),
+            ("quire:copied_blocks", "Blocks copied on write.", stats.num_copied_blocks),
             ("quire:scheduler_prompt_tokens", "Prompt tokens computed.", stats.num_prompt_tokens),
             ("quire:scheduler_generation_tokens", "Tokens sampled.", stats.num_generation_tokens),
             ("quire:requests_recovered", "Moved from lost workers.", stats.num_recovered),

@@ -19,10 +19,11 @@ from scheduler_svc.core.events import (
     StepFailed,
     WorkerJoined,
 )
-from scheduler_svc.core.ready import Admit, StepPlan
+from scheduler_svc.core.ready import Admit, Operation, StepPlan
 from scheduler_svc.core.types import (
     FaultScope,
     FinishReason,
+    OperationKind,
     RequestId,
     SamplingSpec,
     Slot,
@@ -179,6 +180,7 @@ class FakeWorker:
         self._rows: dict[Slot, int] = {}
         self._awaiting_reset = True
         self._last_step: int | None = None
+        self._last_op_id = 0
         self._kv = [[0] * joined.capacity.block_size for _ in range(joined.capacity.num_blocks)]
 
     def take(self, plan: StepPlan) -> None:
@@ -222,6 +224,8 @@ class FakeWorker:
         for slot in plan.releases:
             del self.slots[slot]
             self._rows.pop(slot, None)
+        for operation in plan.operations:
+            self._operate(operation)
         for admit in plan.admits:
             self._admit(admit)
         for slot, block in plan.growth:
@@ -234,6 +238,15 @@ class FakeWorker:
             else:
                 del self._rows[slot]
         assert self.digest() == plan.digest, "the tables differ from the core's"
+
+    def _operate(self, operation: Operation) -> None:
+        assert operation.op_id > self._last_op_id
+        self._last_op_id = operation.op_id
+        assert operation.kind is OperationKind.COPY
+        owned = {block for row in self.slots.values() for block in row.blocks}
+        for source, target in zip(operation.sources, operation.targets, strict=True):
+            assert target not in owned, "a copy overwrites a block that is in use"
+            self._kv[target] = list(self._kv[source])
 
     def _admit(self, admit: Admit) -> None:
         slot = admit.slot

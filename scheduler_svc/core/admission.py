@@ -7,7 +7,7 @@ Rules:
 - with `fair` a request also passes others only while its tenant does not lead them by a context;
 - one that can't keep its deadline comes after all others;
 - one that shares enough with a running prefill is held back until that has filled the cache, for
-  max_holds plans at most;
+  max_holds plans at most; a sample of a prompt that another sample fills likewise, see fork;
 - a request goes to the cheapest worker that has room and whose tokens its gateway reads;
 - the attempt rises when a request moves to another worker session, so that what the old session
   may still deliver is told apart from the repeat.
@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scheduler_svc.core import planner, policy
+from scheduler_svc.core import fork, planner, policy
 from scheduler_svc.core.account import Overtakes, Wait
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.fork import Fork
 from scheduler_svc.core.lifecycle import Move
 from scheduler_svc.core.planner import Placement, StepBudget
 from scheduler_svc.core.ready import Admit, CoreStats
@@ -131,7 +132,7 @@ class Admission:
         elif placement is not None and placement.worker is fill.worker:
             if not last_chance and self._is_too_late(request, placement, fill.now_ns):
                 fill.late.append(request)
-            elif self._is_held_back(request, placement):
+            elif placement.source is None and self._is_held_back(request, placement):
                 reason = Wait.HELD_BACK
             else:
                 self._take(fill, request, placement)
@@ -150,6 +151,12 @@ class Admission:
         that it depends on: blocks have been freed, or blocks of prompts have been filled.
         """
         config = self._config
+        if request.sample_group:
+            found = fork.find(request, workers, config)
+            if found is not None and found.is_ready and found.worker is fill.worker:
+                return found.placement(request), Wait.TURN
+            if found is not None and self._waits_to_fork(request, found):
+                return None, Wait.HELD_BACK
         if request.held_for in fill.worker.coming and request.num_holds < config.max_holds:
             request.num_holds += 1
             return None, Wait.HELD_BACK
@@ -162,6 +169,27 @@ class Admission:
         placement = planner.find_placement(request, workers, config, self._sharing.match)
         request.had_no_room_at = changes if placement is None else None
         return placement, Wait.BLOCKS if placement is None else Wait.TURN
+
+    def _waits_to_fork(self, request: Request, found: Fork) -> bool:
+        """Whether the request waits for the fork: for its source, or for the turn of its worker.
+
+        The source gives more than the cache does now only if it has blocks to fill, or if there is
+        no cache.
+        """
+        config = self._config
+        is_filling = not found.is_ready and (
+            found.num_blocks_to_fill or not config.enable_prefix_caching
+        )
+        waits = policy.waits_to_fork(
+            config.scheduling_policy,
+            num_blocks=found.num_whole_blocks if found.is_ready or is_filling else 0,
+            num_holds=request.num_holds,
+            max_holds=config.max_holds if config.hold_back_tokens else 0,
+        )
+        if waits:
+            self._stats.num_held_back += request.num_holds == 0
+            request.num_holds += 1
+        return waits
 
     def _take(self, fill: _Fill, request: Request, placement: Placement) -> None:
         """Admits the request into the step."""
@@ -182,11 +210,10 @@ class Admission:
 
     def _is_too_late(self, request: Request, placement: Placement, now_ns: int) -> bool:
         worker = placement.worker
-        num_cached = len(placement.cached) * worker.capacity.block_size
         return policy.is_too_late(
             now_ns=now_ns,
             deadline_ns=request.deadline_ns,
-            num_uncached=len(request.token_ids) - num_cached,
+            num_uncached=len(request.token_ids) - placement.num_cached,
             min_tokens=request.sampling.min_tokens - request.num_output_tokens,
             budget_tokens=worker.capacity.max_num_batched_tokens,
             cost=worker.cost.profile,
@@ -195,7 +222,7 @@ class Admission:
     def _is_held_back(self, request: Request, placement: Placement) -> bool:
         """Whether the request waits for the cache that a running one is filling."""
         config, worker = self._config, placement.worker
-        coming = self._sharing.coming(request, worker, len(placement.cached))
+        coming = self._sharing.coming(request, worker, len(placement.shared))
         held = policy.holds_back(
             config.scheduling_policy,
             num_coming=len(coming) * worker.capacity.block_size,
@@ -228,15 +255,17 @@ class Admission:
         )
 
     def _admit(self, request: Request, placement: Placement, now_ns: int) -> None:
-        worker = placement.worker
-        worker.pool.share(placement.cached)
+        worker, num_cached = placement.worker, placement.num_cached
+        worker.pool.share(placement.shared)
         fresh = worker.pool.allocate(placement.num_new)
         assert fresh is not None, "placement counted blocks that are not there"
-        num_cached = len(placement.cached) * worker.capacity.block_size
-        request.num_published = len(placement.cached)
+        request.num_published = num_cached // worker.capacity.block_size
+        if placement.source is not None:
+            self._sharing.inherit(request, placement.source, worker)
+            self._stats.num_forks += 1
         request.stranded_since_ns = None
         request.waits.turn_to(None, now_ns, self.overtaken_ns(request))
-        generation = worker.occupy(request, placement.cached + fresh, num_cached)
+        generation = worker.occupy(request, placement.shared + fresh, num_cached)
         self._sharing.announce(request, worker)
         emit_from = _begin_emission(request, worker)
         if self._is_fair and not request.is_charged:
@@ -245,9 +274,10 @@ class Admission:
         if request.first_scheduled_ns is None:
             request.first_scheduled_ns = now_ns
             request.num_cached_tokens = min(num_cached, request.prompt_len)
-            self._stats.prefix_queries += request.prompt_len
-            self._stats.prefix_hits += request.num_cached_tokens
-            self._stats.prefix_stops[placement.stop] += 1
+            if placement.stop is not None:
+                self._stats.prefix_queries += request.prompt_len
+                self._stats.prefix_hits += request.num_cached_tokens
+                self._stats.prefix_stops[placement.stop] += 1
             request.prefix_stop = placement.stop
         request.move(Move.ADMIT)
         worker.announce(
@@ -265,6 +295,7 @@ class Admission:
                 block_ids=tuple(request.blocks),
                 sampling=request.sampling,
                 traceparent=request.traceparent,
+                sample_index=request.sample_index,
             )
         )
 

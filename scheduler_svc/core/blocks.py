@@ -103,12 +103,16 @@ class BlockPool:
         return sum(1 for block in blocks if self._counts[block] == 0)
 
     def share(self, blocks: Iterable[BlockId]) -> None:
-        """Adds an owner to blocks that `match` found."""
+        """Adds an owner to blocks that `match` found, or that a running request owns."""
         for block in blocks:
-            assert block in self._cached, f"block {block} is not cached"
             if self._counts[block] == 0:
+                assert block in self._cached, f"block {block} is neither owned nor cached"
                 del self._free[block]
             self._counts[block] += 1
+
+    def is_shared(self, block: BlockId) -> bool:
+        """Whether the block has more than one owner, so that nobody may write into it."""
+        return self._counts[block] > 1
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Takes an owner from each block. Tails of a chain will be evicted before its head."""

@@ -62,6 +62,9 @@ def _check_worker(worker: WorkerState) -> None:
     pending = sum(max(0, rows.num_wanted(request.slot) - 1) for request in in_rank)
     assert worker.num_pending_prefill == pending
     assert worker._num_unsampled == sum(rows.is_unsampled(request.slot) for request in in_rank)
+    samples = [r for r in in_rank if r.sample_group]
+    assert sorted(r.rank for g in worker.samples.values() for r in g) == [r.rank for r in samples]
+    assert all(r in worker.samples[r.sample_group] for r in samples)
     assert worker.order.tolist() == [request.slot for request in in_rank]
     for name, request in worker.coming.items():
         assert worker.running.get(request.slot) is request, "a block is coming from nobody"
@@ -73,6 +76,8 @@ def _check_worker(worker: WorkerState) -> None:
         num_tokens, num_computed = int(rows.num_tokens[slot]), int(rows.num_computed[slot])
         assert rows.limit[slot] == request.max_total_tokens
         assert rows.room[slot] == len(request.blocks) * size
+        for block in request.blocks[int(rows.num_confirmed[slot]) // size :]:
+            assert not worker.pool.is_shared(block), "a shared block may be written"
         assert num_computed <= rows.room[slot], "computed past the table"
         assert rows.num_confirmed[slot] <= num_computed < num_tokens
         assert len(request.token_ids) <= num_tokens <= request.max_total_tokens

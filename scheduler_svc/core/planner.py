@@ -40,16 +40,19 @@ class StepBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a waiting request would go: cached blocks to share and the number of new ones.
+    """Where a waiting request would go: blocks to share and the number of new ones.
 
-    `stop` says why no more blocks are shared.
+    num_cached tokens need not be computed. The shared blocks are those of the prefix cache, and
+    `stop` says why there are no more, or those of `source`, see fork.
     """
 
     worker: WorkerState
-    cached: list[BlockId]
-    stop: PrefixStop
+    shared: list[BlockId]
+    num_cached: int
     num_new: int
-    cost: int
+    stop: PrefixStop | None = None
+    source: Request | None = None
+    cost: int = 0
 
 
 def plan_step(
@@ -157,21 +160,27 @@ def find_placement(
             continue
         found = match(request, worker)
         cached = found.blocks
-        most_cached = max(most_cached, len(cached) * worker.capacity.block_size)
+        num_cached = len(cached) * worker.capacity.block_size
+        most_cached = max(most_cached, num_cached)
         num_new = worker.blocks_for(len(request.token_ids)) - len(cached)
         spare = worker.pool.num_free - worker.pool.num_free_among(cached) - num_new
         if spare < watermark(worker, config):
             continue
         cost = policy.placement_cost(
-            num_uncached=len(request.token_ids) - len(cached) * worker.capacity.block_size,
+            num_uncached=len(request.token_ids) - num_cached,
             num_pending_prefill=worker.num_pending_prefill,
             num_running=len(worker.running),
         )
         if best is None or cost < best.cost:
             best = Placement(
-                worker=worker, cached=cached, stop=found.stop, num_new=num_new, cost=cost
+                worker=worker,
+                shared=cached,
+                num_cached=num_cached,
+                num_new=num_new,
+                stop=found.stop,
+                cost=cost,
             )
-    if best is not None and most_cached > len(best.cached) * best.worker.capacity.block_size:
+    if best is not None and most_cached > best.num_cached:
         best = replace(best, stop=PrefixStop.ELSEWHERE)
     return best
 

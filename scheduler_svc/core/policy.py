@@ -98,6 +98,15 @@ def prefill_allowance(
     return max(floor_tokens, int(left_us / cost.token_us))
 
 
+def waits_to_fork(policy: str, *, num_blocks: int, num_holds: int, max_holds: int) -> bool:
+    """Whether a sample waits until another one has filled num_blocks that both can share.
+
+    One block is enough, whatever the work: it is one less for each sample. With `static` it would
+    miss its batch.
+    """
+    return policy != "static" and num_blocks > 0 and num_holds < max_holds
+
+
 def holds_back(
     policy: str,
     *,

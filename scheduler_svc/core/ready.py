@@ -138,6 +138,9 @@ class CoreStats:
         default_factory=lambda: dict.fromkeys(PrefixStop, 0)
     )
     num_held_back: int = 0
+    num_forks: int = 0
+    # By copy-on-write.
+    num_copied_blocks: int = 0
     num_chunked_prefills: int = 0
 
 

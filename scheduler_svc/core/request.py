@@ -50,6 +50,9 @@ class Request:
     arrived_ns: int
     # Output position that the last admission emits from; the next one, if there was none.
     emit_from: int
+    # Samples of one prompt have one group and differ in the index; no group, no other samples.
+    sample_group: bytes = b""
+    sample_index: int = 0
 
     state: RequestState = RequestState.WAITING
     worker_id: WorkerId | None = None

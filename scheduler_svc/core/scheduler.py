@@ -10,7 +10,7 @@ Owns every request from arrival to its one end, and the state of every worker. R
 from array import array
 from typing import assert_never
 
-from scheduler_svc.core import explain, planner, policy
+from scheduler_svc.core import explain, fork, planner, policy
 from scheduler_svc.core.account import Account, Wait
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.attempts import AttemptMemory
@@ -140,6 +140,8 @@ class SchedulerCore:
                     break
                 self.stats.num_steps += 1
                 self.stats.num_chunked_prefills += plan.num_chunks
+                if plan.operations:
+                    self.stats.num_copied_blocks += fork.num_copied(plan.operations)
                 plans.append(plan)
         self._end_stranded()
         ready = Ready(
@@ -243,6 +245,8 @@ class SchedulerCore:
             ),
             arrived_ns=self._now_ns,
             emit_from=len(event.output_token_ids),
+            sample_group=event.sample_group,
+            sample_index=event.sample_index,
             max_total_tokens=prompt_len + event.sampling.max_tokens,
         )
         return request

@@ -53,6 +53,14 @@ class PrefixSharing:
             for name in islice(request.block_hashes, request.num_published, None):
                 worker.coming.setdefault(name, request)
 
+    def inherit(self, request: Request, source: Request, worker: WorkerState) -> None:
+        """The request has the prompt of `source`, which runs on the worker: the same names."""
+        if self._enabled and request.hashed_block_size != worker.capacity.block_size:
+            num_full = request.prompt_len // worker.capacity.block_size
+            request.block_hashes = source.block_hashes[:num_full]
+            request.hashed_block_size = source.hashed_block_size
+            request.chain_start = source.chain_start
+
     def _num_usable(self, request: Request, worker: WorkerState) -> int:
         """Named blocks that the request may start from."""
         size = worker.capacity.block_size

@@ -57,6 +57,8 @@ class WorkerState:
         self.draining = False
         self.pool = BlockPool(capacity.num_blocks)
         self.running: dict[int, Request] = {}
+        # Those of them that have other samples, by group, in the order of their admission.
+        self.samples: dict[bytes, list[Request]] = {}
         # The running requests, highest rank first.
         self.ranked: list[Request] = []
         # Known tokens of running requests that no plan covers yet, beyond one each.
@@ -110,8 +112,15 @@ class WorkerState:
         return request.max_total_tokens <= self.max_request_tokens
 
     def occupy(self, request: Request, blocks: list[BlockId], num_cached: int) -> int:
-        """Gives the request the lowest free slot and its table; returns the slot's generation."""
+        """Gives the request the lowest free slot and its table; returns the slot's generation.
+
+        The blocks are its own or shared by it. A shared one that it would write into is replaced in
+        `blocks`.
+        """
         slot, rows = heapq.heappop(self._free_slots), self.rows
+        first = num_cached // self.capacity.block_size
+        if first < len(blocks) and self.pool.is_shared(blocks[first]):
+            self._copy_on_write(blocks, first)
         rows.begin(
             slot,
             num_tokens=len(request.token_ids),
@@ -122,6 +131,8 @@ class WorkerState:
         request.worker_id = self.worker_id
         request.blocks = blocks
         self.running[slot] = request
+        if request.sample_group:
+            self.samples.setdefault(request.sample_group, []).append(request)
         insort(self.ranked, request, key=_by_rank)
         self._order = None
         self.num_pending_prefill += max(0, rows.num_wanted(slot) - 1)
@@ -133,6 +144,21 @@ class WorkerState:
         rows.digest[slot] = amount
         self._digest = digest.add(self._digest, amount)
         return generation
+
+    def _copy_on_write(self, blocks: list[BlockId], index: int) -> None:
+        """Makes the block into which a table's owner writes first its own: a copy of it.
+
+        The one place where a shared block could come to be written: each table passes here as it
+        enters a slot, and after that it grows by fresh blocks only, while num_computed rises. What
+        others come to share of it later are blocks below what steps that have returned computed,
+        full ones by the prefix cache; by a fork also the one that is partly full, but the fork's
+        own table passes here at once, in the same plan, and leaves that block to its first owner.
+        """
+        shared, fresh = blocks[index], self.pool.allocate(1)
+        assert fresh is not None, "no block was left for a copy"
+        self.operate(OperationKind.COPY, [shared], fresh)
+        self.pool.release([shared])
+        blocks[index] = fresh[0]
 
     def announce(self, admit: Admit) -> None:
         """Puts the admission into the next plan."""
@@ -174,6 +200,10 @@ class WorkerState:
         slot, rows = request.slot, self.rows
         assert self.running.get(slot) is request, f"slot {slot} is not held by this request"
         del self.running[slot]
+        if request.sample_group:
+            self.samples[request.sample_group].remove(request)
+            if not self.samples[request.sample_group]:
+                del self.samples[request.sample_group]
         del self.ranked[bisect_left(self.ranked, request.rank, key=_by_rank)]
         self._order = None
         self.num_pending_prefill -= max(0, rows.num_wanted(slot) - 1)

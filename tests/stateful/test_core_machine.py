@@ -84,6 +84,7 @@ class CoreMachine(RuleBasedStateMachine):
         deadline_ms=st.none() | st.integers(1, 200),
         gateway=st.sampled_from([GATEWAY, GATEWAY, GATEWAY, OTHER]),
         logprobs=st.sampled_from([{}, {}, {"num_logprobs": 1}, SCORED]),
+        samples=st.booleans(),
     )
     def arrive(  # noqa: PLR0917  # the rule's parameters, given by name
         self,
@@ -97,14 +98,20 @@ class CoreMachine(RuleBasedStateMachine):
         deadline_ms: int | None,
         gateway: str,
         logprobs: dict[str, Any],
+        samples: bool,
     ) -> None:
+        """Some that begin alike, or samples of one prompt, which are there together."""
         deadline_ns = None if deadline_ms is None else self.cluster.now_ns + deadline_ms * MS
+        group = len(self.names).to_bytes(16) if samples else b""
+        arrivals = []
         for extra in range(count):
             self.names.append(f"r{len(self.names)}")
-            self.cluster.arrive(
+            arrivals.append(
                 make_request(
                     self.names[-1],
-                    prompt=prompt + extra,
+                    prompt=prompt if samples else prompt + extra,
+                    sample_group=group,
+                    sample_index=extra if samples else 0,
                     family=family,
                     max_tokens=max_tokens,
                     stop_after=stop_after,
@@ -115,6 +122,11 @@ class CoreMachine(RuleBasedStateMachine):
                     **logprobs,
                 )
             )
+        if samples:
+            self.cluster.arrive_together(*arrivals)
+        else:
+            for arrival in arrivals:
+                self.cluster.arrive(arrival)
 
     @precondition(lambda self: self.names)
     @rule(data=st.data(), told=st.sampled_from(["core", "worker", "worker, then core"]))

@@ -6,7 +6,8 @@ Ready. `pytest tests/traces --rewrite` records anew; say in the commit why the a
     core KEY=VALUE...              the core's configuration; first command of a script
     join WORKER KEY=VALUE...       numbers as of make_worker
     arrive NAME KEY=VALUE... [& NAME KEY=VALUE...]   requests that are there together; prompt, max,
-                                   stop_after, outputs, attempt, family, priority, deadline_ms
+                                   stop_after, outputs, attempt, family, priority, deadline_ms,
+                                   group and index of samples
     complete [WORKER] [TIMES]      the worker answers its oldest plan
     run                            workers answer in turn until nothing is planned
     fail [WORKER]                  the step is not computed
@@ -32,7 +33,7 @@ from tests.cluster import MS, Cluster
 
 FOLDER = Path(__file__).parent
 TRACES = sorted(FOLDER.glob("*.trace"))
-NAMES = {"max": "max_tokens"}
+NAMES = {"max": "max_tokens", "group": "sample_group", "index": "sample_index"}
 
 
 class Script:
@@ -76,6 +77,8 @@ class Script:
         fields = {"family": 0, **keywords(list(options))}
         if "deadline_ms" in fields:
             fields["deadline_ns"] = self.cluster.now_ns + int(fields.pop("deadline_ms")) * MS
+        if "sample_group" in fields:
+            fields["sample_group"] = str(fields["sample_group"]).encode()
         return make_request(name, **fields)
 
     def play(self, line: str) -> Iterator[str]:
@@ -139,7 +142,9 @@ def test_there_is_a_trace_for_each_behaviour() -> None:
         "budget-edge",
         "cancel-in-flight",
         "chunked-prefill",
+        "copy-on-write",
         "draining",
+        "fork",
         "never-fits",
         "preempt-resume",
         "prefix-hit",

@@ -58,10 +58,24 @@ def test_a_block_freed_twice_is_a_bug() -> None:
         pool.release(blocks)
 
 
-def test_sharing_a_block_that_is_not_cached_is_a_bug() -> None:
+def test_sharing_a_free_block_that_is_not_cached_is_a_bug() -> None:
     pool = BlockPool(2)
-    with pytest.raises(AssertionError, match="not cached"):
-        pool.share(take(pool, 1))
+    with pytest.raises(AssertionError, match="neither owned nor cached"):
+        pool.share([BlockId(0)])
+
+
+def test_a_block_that_is_owned_can_be_shared_before_it_is_cached() -> None:
+    pool = BlockPool(2)
+    blocks = take(pool, 1)
+    assert not pool.is_shared(blocks[0])
+    pool.share(blocks)
+    assert pool.is_shared(blocks[0])
+    pool.check([blocks, blocks])
+    pool.release(blocks)
+    pool.check([blocks])
+    assert not pool.is_shared(blocks[0])
+    pool.release(blocks)
+    assert pool.num_free == 2
 
 
 def test_publishing_without_an_owner_is_a_bug() -> None:
