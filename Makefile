@@ -20,7 +20,7 @@ export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX
 .DEFAULT_GOAL := help
 .PHONY: help setup model serve test test-model test-fast check lint fmt-check types imports proto-check \
 	proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz bench bench-kernels \
-	bench-scheduler clean
+	bench-scheduler bench-scheduling bench-pressure clean
 
 help:  ## list the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -83,14 +83,20 @@ clients: setup test-model  ## run other people's clients against a served model:
 fuzz: setup  ## throw N requests (10000) at a whole stack, the same again with SEED
 	@FUZZ_N=$(N) FUZZ_SEED=$(SEED) $(PY) -m pytest -s -m "not gpu" tests/fuzz/test_fuzz.py
 
-bench: setup  ## latency and throughput of serving, fcfs beside static
-	@$(PY) -m benchmarks.serving
+bench: setup  ## serving against its goals, fcfs beside static (25 minutes; QUICK=1: 5, rough)
+	@$(PY) -m benchmarks.serving $(if $(QUICK),--quick)
 
 bench-kernels: setup  ## kernels against their roofline
 	@$(PY) -m benchmarks.kernels
 
 bench-scheduler: setup  ## the scheduler core alone: time of a step, bytes of a plan
 	@$(PY) -m benchmarks.scheduler
+
+bench-scheduling: setup  ## what each scheduling decision is worth: STUDIES="a c", ARGS=--quick
+	@$(PY) -m benchmarks.studies $(STUDIES) $(ARGS)
+
+bench-pressure: setup  ## a third of the KV memory needed: no error, no token different
+	@$(PY) -m benchmarks.pressure $(ARGS)
 
 clean:  ## remove .venv, run folders and caches
 	@rm -rf .venv run .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -116,11 +116,12 @@ class Exchange(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """Where the gateway is, and how long an answer may take."""
+    """Where the gateway is, how long an answer may take, and the API key where there are keys."""
 
     host: str
     port: int
     timeout_s: float = 600.0
+    key: str = ""
 
     async def call(
         self,
@@ -159,10 +160,12 @@ class Client:
 
     def _request(self, path: str, body: Mapping[str, Any] | None) -> bytes:
         payload = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        bearer = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
         head = (
             f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\n"
             f"Host: {self.host}:{self.port}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n"
+            f"{bearer}\r\n"
         )
         return head.encode() + payload
 

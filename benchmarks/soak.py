@@ -27,12 +27,24 @@ from servicekit import grpc_server
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """What the clients have seen. Mutable; the clients share one loop."""
+    """What the clients have seen. Mutable; the clients share one loop.
+
+    `tokens` has the token ids of every answer, by client and the answer's number there.
+    """
 
     num_streams: int = 0
     num_tokens: int = 0
     problems: list[str] = field(default_factory=list)
+    tokens: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     took_s: float = 0.0
+
+    def note(self, place: tuple[int, int], token_ids: Sequence[int], problem: str) -> None:
+        """One answer; `problem` is empty if it was whole."""
+        self.num_streams += 1
+        self.num_tokens += len(token_ids)
+        self.tokens[place] = tuple(token_ids)
+        if problem:
+            self.problems.append(problem)
 
     @property
     def summary(self) -> dict[str, object]:
@@ -48,19 +60,17 @@ class Tally:
 
 
 async def _rest_client(
-    client: Client, model: str, work: Sequence[Job], end_s: float, t: Tally
+    client: Client, model: str, own: tuple[int, Sequence[Job]], end_s: float, t: Tally
 ) -> None:
-    for job in work:
+    number, work = own
+    for i, job in enumerate(work):
         if time.monotonic() > end_s:
             return
         answer = await client.complete(job.body(model, return_token_ids=True))
         problem = answer.problem(job.num_output)
         if not problem and (answer.done != 1 or len(answer.token_ids) != job.num_output):
             problem = f"{answer.done} [DONE], {len(answer.token_ids)} token ids"
-        t.num_streams += 1
-        t.num_tokens += len(answer.token_ids)
-        if problem:
-            t.problems.append(problem)
+        t.note((number, i), answer.token_ids, problem)
 
 
 async def generate(
@@ -82,31 +92,32 @@ def generate_request(job: Job, seed: int = 0) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=job.prompt),
         max_tokens=job.num_output,
-        temperature=0.0,
+        temperature=job.temperature,
         ignore_eos=True,
-        seed=seed,
+        seed=seed or job.seed,
     )
 
 
 async def _grpc_client(
     stub: "inference_pb2_grpc.InferenceServiceAsyncStub",
-    work: Sequence[Job],
+    own: tuple[int, Sequence[Job]],
     end_s: float,
     t: Tally,
 ) -> None:
-    for job in work:
+    number, work = own
+    for i, job in enumerate(work):
         if time.monotonic() > end_s:
             return
-        t.num_streams += 1
+        problem, tokens = "", list[int]()
         try:
             tokens, ends = await generate(stub, generate_request(job))
         except grpc.aio.AioRpcError as error:
-            t.problems.append(f"gRPC {error.code().name}: {error.details()}")
-            continue
-        t.num_tokens += len(tokens)
-        reasons = [end.finish_reason for end in ends]
-        if reasons != [common_pb2.FINISH_REASON_LENGTH] or len(tokens) != job.num_output:
-            t.problems.append(f"gRPC: {len(tokens)} tokens of {job.num_output}, ends {reasons}")
+            problem = f"gRPC {error.code().name}: {error.details()}"
+        else:
+            reasons = [end.finish_reason for end in ends]
+            if reasons != [common_pb2.FINISH_REASON_LENGTH] or len(tokens) != job.num_output:
+                problem = f"gRPC: {len(tokens)} tokens of {job.num_output}, ends {reasons}"
+        t.note((number, i), tokens, problem)
 
 
 async def soak(
@@ -118,21 +129,24 @@ async def soak(
     seconds: float,
     seed: str = "soak",
     shape: Shape | None = None,
+    work: Sequence[Sequence[Job]] = (),
 ) -> Tally:
-    """Runs the clients until `seconds` have passed; streams that run then are read to their end."""
+    """Runs the clients until `seconds` have passed; streams that run then are read to their end.
+
+    `work` is what each client sends, in order; without it there is more than any gets through.
+    """
     tally = Tally()
     began_s = time.monotonic()
     end_s = began_s + seconds
-    # More than any client gets through, so that no client runs dry.
-    work = [jobs(f"{seed}-{i}", 512, shape or Shape()) for i in range(num_clients)]
+    work = work or [jobs(f"{seed}-{i}", 512, shape or Shape()) for i in range(num_clients)]
     async with contextlib.AsyncExitStack() as opened:
         stub: inference_pb2_grpc.InferenceServiceAsyncStub | None = None
         if grpc_address:
             channel = await opened.enter_async_context(grpc_server.channel(grpc_address))
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
         async with asyncio.TaskGroup() as group:
-            for i, own in enumerate(work):
-                if stub is not None and i % 4 == 3:
+            for own in enumerate(work):
+                if stub is not None and own[0] % 4 == 3:
                     group.create_task(_grpc_client(stub, own, end_s, tally))
                 else:
                     group.create_task(_rest_client(client, model, own, end_s, tally))

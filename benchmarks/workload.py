@@ -19,19 +19,23 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request: token ids in, exactly num_output tokens out."""
+    """One request: token ids in, exactly num_output tokens out. Greedy at temperature 0."""
 
     prompt: tuple[int, ...]
     num_output: int
+    temperature: float = 0.0
+    seed: int = 0
 
     def body(self, model: str, **more: Any) -> dict[str, Any]:
-        """For /v1/completions; greedy unless `more` says otherwise."""
+        """For /v1/completions; `more` wins."""
+        sampling = {"seed": self.seed} if self.temperature else {}
         return {
             "model": model,
             "prompt": list(self.prompt),
             "max_tokens": self.num_output,
-            "temperature": 0,
+            "temperature": self.temperature,
             "ignore_eos": True,
+            **sampling,
             **more,
         }
 

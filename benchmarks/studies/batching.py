@@ -1,0 +1,138 @@
+"""(a) Static against continuous batching, with outputs of very different length.
+
+All requests are queued at the start. `static` takes its next batch in the step after the last one
+of a batch has ended. Outputs are exponential, cut; one seed fixes lengths and prompts.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.studies import drawing
+from benchmarks.studies.study import Bench, Column, Row, Study, Target, by_label, figures
+from benchmarks.workload import Job, Shape, jobs
+
+SEED, NUM_REQUESTS, QUICK_REQUESTS = 7, 256, 24
+MEAN_OUTPUT, MAX_OUTPUT, QUICK_MAX_OUTPUT = 128, 512, 64
+SMALL, LARGE = 8, 32
+# Name of the run, policy, batch of `static`, slots.
+RUNS = (
+    (f"static, {SMALL}", "static", SMALL, 256),
+    ("continuous", "fcfs", SMALL, 256),
+    (f"continuous, {SMALL}", "fcfs", SMALL, SMALL),
+    (f"static, {LARGE}", "static", LARGE, 256),
+    (f"continuous, {LARGE}", "fcfs", LARGE, LARGE),
+)
+QUICK_RUNS = (RUNS[0], RUNS[2])
+
+
+def exponential_jobs(count: int, *, mean: float, most: int, seed: int) -> list[Job]:
+    """Random prompts of 64 to 192 tokens; outputs exponential with that mean, cut to 1 to most."""
+    chance = random.Random(seed)
+    prompts = jobs(f"exponential-{seed}", count, Shape())
+    return [
+        Job(
+            prompt=job.prompt,
+            num_output=min(most, max(1, round(chance.expovariate(1.0 / mean)))),
+        )
+        for job in prompts
+    ]
+
+
+async def _run(at: Target, work: Sequence[Job]) -> dict[str, Any]:
+    await at.warm_up("batching")
+    before = await at.gauges()
+    answers = await at.send(work, len(work))
+    after = await at.gauges()
+    return {
+        **figures(work, answers),
+        "prefix_hits": after.since(before, "vllm:prefix_cache_hits_total"),
+        "steps": after.since(before, "quire:steps_total"),
+    }
+
+
+def measure(bench: Bench) -> Iterator[Row]:
+    """A row for each of the runs."""
+    count, most = (QUICK_REQUESTS, QUICK_MAX_OUTPUT) if bench.quick else (NUM_REQUESTS, MAX_OUTPUT)
+    mean = most / 4 if bench.quick else MEAN_OUTPUT
+    work = exponential_jobs(count, mean=mean, most=most, seed=SEED)
+    for label, policy, batch, slots in QUICK_RUNS if bench.quick else RUNS:
+        settings: dict[str, object] = {
+            "scheduling_policy": policy,
+            "static_batch_size": batch,
+            "max_num_seqs": slots,
+        }
+        with bench.stack(label, **settings) as at:
+            row = asyncio.run(_run(at, work))
+        problems = list(row["problems"])
+        if row["prefix_hits"] or row["cached_tokens"]:
+            problems.append(f"{row['prefix_hits']:.0f} prompt tokens came from the prefix cache")
+        yield {"run": label, **row, "problems": problems}
+
+
+def sentences(rows: Sequence[Row]) -> str:
+    """Throughput and latency, at the usual and at equal batch."""
+    run = by_label(rows)
+    static, equal = run[f"static, {SMALL}"], run[f"continuous, {SMALL}"]
+    best = run.get("continuous", equal)
+
+    def times(new: Row, old: Row) -> str:
+        return f"{new['tokens_per_s'] / old['tokens_per_s']:.2f}"
+
+    usual = (
+        f"With all {static['requests']} requests queued at the start, continuous batching gives "
+        f"{best['tokens_per_s']:.0f} output tokens per second where static batches of {SMALL} "
+        f"give {static['tokens_per_s']:.0f}, {times(best, static)} times as many, and a request "
+        f"is answered after {best['latency_mean_s']:.0f} s on average instead of "
+        f"{static['latency_mean_s']:.0f} s."
+    )
+    at_equal = f"At an equal batch of {SMALL} it is {times(equal, static)} times"
+    if f"static, {LARGE}" in run:
+        large = times(run[f"continuous, {LARGE}"], run[f"static, {LARGE}"])
+        at_equal += f" and at {LARGE} {large} times"
+    return (
+        f"{usual} {at_equal}: no slot stands empty until the longest output of its batch has "
+        f"ended, so that at {SMALL} slots {equal['steps']:,.0f} steps do what takes "
+        f"{static['steps']:,.0f} with static batches."
+    )
+
+
+def draw(axes: Any, rows: Sequence[Row]) -> None:
+    """Throughput; mean and p99 latency."""
+    labels = [str(row["run"]) for row in rows]
+    drawing.bars(axes[0], labels, [row["tokens_per_s"] for row in rows], "output tokens per second")
+    series = {
+        "mean": [row["latency_mean_s"] for row in rows],
+        "p99": [row["latency_p99_s"] for row in rows],
+    }
+    drawing.paired_bars(axes[1], labels, series, "time from queueing to the end, s")
+
+
+STUDY = Study(
+    letter="a",
+    title="Static against continuous batching",
+    question=(
+        "256 requests queued at the start, prompts of 64 to 192 tokens, outputs exponential with "
+        "mean 128 cut to 1 to 512 (seed 7), end-of-sequence ignored. `static` takes its next batch "
+        "as soon as the one before has ended; the number is the batch, for `continuous` the slots "
+        "(256 without one). No prompt token may come from the prefix cache."
+    ),
+    columns=(
+        Column(key="run", heading="run"),
+        Column(key="tokens_per_s", heading="out tok/s", spec=".1f"),
+        Column(key="took_s", heading="took s", spec=".0f"),
+        Column(key="latency_mean_s", heading="latency mean s", spec=".1f"),
+        Column(key="latency_p50_s", heading="p50", spec=".1f"),
+        Column(key="latency_p90_s", heading="p90", spec=".1f"),
+        Column(key="latency_p99_s", heading="p99", spec=".1f"),
+        Column(key="ttft_p50_ms", heading="TTFT p50 ms", spec=",.0f"),
+        Column(key="gap_p50_ms", heading="gap p50 ms", spec=".0f"),
+        Column(key="gap_p99_ms", heading="p99", spec=".0f"),
+        Column(key="steps", heading="steps", spec=",.0f"),
+        Column(key="prefix_hits", heading="prefix hits", spec=".0f"),
+    ),
+    measure=measure,
+    sentences=sentences,
+    draw=draw,
+)

@@ -1,0 +1,169 @@
+"""(e) Two tenants, one greedy: `fcfs` against `fair`.
+
+The greedy tenant keeps four times as many requests open as there are slots; the modest one has two
+clients, each of which sends its next request when its last one has ended. First the modest tenant
+is alone, for comparison. Both have equal weight. A window of time is measured; what still runs at
+its end is cut off and counts for neither.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import measure as measuring
+from benchmarks.client import Answer, Client
+from benchmarks.studies import drawing
+from benchmarks.studies.study import Bench, Column, Row, Study, Target, by_label
+from benchmarks.workload import Shape, jobs
+
+SLOTS, GREEDY_CLIENTS, MODEST_CLIENTS = 8, 32, 2
+SHAPE = Shape(prompt=(64, 128), output=(32, 64))
+WINDOW_S, QUICK_WINDOW_S = 75.0, 8.0
+NUM_ALONE, QUICK_ALONE = 6, 2
+# More than a tenant gets through in a window.
+NUM_JOBS = 1_000
+TENANTS = ("greedy", "modest")
+
+
+def write_keys(folder: Path) -> tuple[Path, dict[str, str]]:
+    """A file of key hashes for the gateway, and the tenants' keys."""
+    keys = {tenant: f"study-key-of-{tenant}" for tenant in TENANTS}
+    lines = [f"{name}:{hashlib.sha256(key.encode()).hexdigest()}" for name, key in keys.items()]
+    path = folder / "keys"
+    path.write_text("\n".join(lines) + "\n")
+    return path, keys
+
+
+async def _flood(
+    client: Client, bodies: Sequence[dict[str, Any]], clients: int, seconds: float
+) -> list[tuple[int, Answer]]:
+    """A closed loop for a while; the answers that have ended in time, with their numbers."""
+    todo = iter(enumerate(bodies))
+    ended: list[tuple[int, Answer]] = []
+
+    async def one_client() -> None:
+        for i, body in todo:
+            ended.append((i, await client.complete(body)))
+
+    tasks = [asyncio.ensure_future(one_client()) for _ in range(clients)]
+    _, late = await asyncio.wait(tasks, timeout=seconds)
+    if len(late) < clients:
+        raise RuntimeError("a client has ended before its time")
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    return ended
+
+
+async def _run(at: Target, keys: dict[str, str], seconds: float, num_alone: int) -> dict[str, Any]:
+    clients = {name: dataclasses.replace(at.client, key=key) for name, key in keys.items()}
+    work = {name: jobs(f"tenants-{name}", NUM_JOBS, SHAPE) for name in TENANTS}
+    bodies = {name: [job.body(at.model) for job in own] for name, own in work.items()}
+    warm = [job.body(at.model) for job in jobs("tenants-warm", 4, SHAPE)]
+    await measuring.closed_loop(clients["modest"], warm, MODEST_CLIENTS)
+    first = [job.body(at.model) for job in jobs("tenants-alone", num_alone, SHAPE)]
+    alone = await measuring.closed_loop(clients["modest"], first, MODEST_CLIENTS)
+    began_s = time.perf_counter()
+    sizes = {"greedy": GREEDY_CLIENTS, "modest": MODEST_CLIENTS}
+    found = await asyncio.gather(
+        *(_flood(clients[name], bodies[name], sizes[name], seconds) for name in TENANTS)
+    )
+    took_s = time.perf_counter() - began_s
+    row: dict[str, Any] = {"took_s": took_s, "problems": []}
+    for name, ended in zip(TENANTS, found, strict=True):
+        answers = [answer for _, answer in ended]
+        problems = [answer.problem(work[name][i].num_output) for i, answer in ended]
+        row["problems"] += [f"{name}: {problem}" for problem in problems if problem]
+        tokens = sum(len(work[name][i].prompt) + answer.num_tokens for i, answer in ended)
+        row |= {f"{name}_{key}": value for key, value in _times(answers).items()}
+        row |= {f"{name}_requests": len(answers), f"{name}_tokens": tokens}
+    both = row["greedy_tokens"] + row["modest_tokens"]
+    row["modest_share"] = row["modest_tokens"] / max(1, both)
+    row["tokens_per_s"] = both / took_s
+    return row | {f"alone_{key}": value for key, value in _times(alone).items()}
+
+
+def _times(answers: Sequence[Answer]) -> dict[str, float]:
+    e2es = [answer.e2e_s for answer in answers]
+    ttfts = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
+    return {
+        "ttft_p50_s": measuring.percentile(ttfts, 0.5),
+        "latency_p50_s": measuring.percentile(e2es, 0.5),
+        "latency_max_s": max(e2es, default=0.0),
+    }
+
+
+def measure(bench: Bench) -> Iterator[Row]:
+    """A row for each policy."""
+    seconds, num_alone = (QUICK_WINDOW_S, QUICK_ALONE) if bench.quick else (WINDOW_S, NUM_ALONE)
+    for policy in ("fcfs", "fair"):
+        with tempfile.TemporaryDirectory(prefix="quire-keys-") as folder:
+            path, keys = write_keys(Path(folder))
+            settings: dict[str, object] = {
+                "scheduling_policy": policy,
+                "max_num_seqs": SLOTS,
+                "api_keys_file": path,
+            }
+            with bench.stack(policy, **settings) as at:
+                row = asyncio.run(_run(at, keys, seconds, num_alone))
+        yield {"run": policy, **row}
+
+
+def sentences(rows: Sequence[Row]) -> str:
+    """The modest tenant's latency and share."""
+    run = by_label(rows)
+    fcfs, fair = run["fcfs"], run["fair"]
+    return (
+        f"Beside a tenant that keeps {GREEDY_CLIENTS} requests open at {SLOTS} slots, a modest one "
+        f"with {MODEST_CLIENTS} has its answers after {fcfs['modest_latency_p50_s']:.1f} s at the "
+        f"median with `fcfs` and after {fair['modest_latency_p50_s']:.1f} s with `fair`; alone it "
+        f"takes {fair['alone_latency_p50_s']:.1f} s. Its share of the tokens is "
+        f"{fcfs['modest_share']:.1%} and {fair['modest_share']:.1%} - it never has more than "
+        f"{MODEST_CLIENTS} of the {SLOTS} slots, so half is out of its reach - and both tenants "
+        f"together get {fcfs['tokens_per_s']:.0f} and {fair['tokens_per_s']:.0f} tokens per second."
+    )
+
+
+def draw(axes: Any, rows: Sequence[Row]) -> None:
+    """Latency of both tenants; the modest one's share."""
+    labels = [str(row["run"]) for row in rows]
+    series = {
+        "modest": [row["modest_latency_p50_s"] for row in rows],
+        "greedy": [row["greedy_latency_p50_s"] for row in rows],
+        "modest, alone": [row["alone_latency_p50_s"] for row in rows],
+    }
+    drawing.paired_bars(axes[0], labels, series, "latency p50, s")
+    shares = [100 * row["modest_share"] for row in rows]
+    drawing.bars(axes[1], labels, shares, "the modest tenant's share of tokens, %")
+
+
+STUDY = Study(
+    letter="e",
+    title="A greedy tenant beside a modest one",
+    question=(
+        "8 slots, prompts of 64 to 128 and outputs of 32 to 64 tokens, a window of 75 s. The "
+        "greedy tenant keeps 32 requests open, the modest one 2; both have weight 1. Tokens are "
+        "those of prompts and outputs of the requests that ended in the window. Alone: the modest "
+        "tenant before the other one came."
+    ),
+    columns=(
+        Column(key="run", heading="policy"),
+        Column(key="modest_ttft_p50_s", heading="modest TTFT p50 s", spec=".1f"),
+        Column(key="modest_latency_p50_s", heading="latency p50 s", spec=".1f"),
+        Column(key="modest_latency_max_s", heading="max", spec=".1f"),
+        Column(key="alone_latency_p50_s", heading="alone", spec=".1f"),
+        Column(key="modest_requests", heading="answers", spec=".0f"),
+        Column(key="greedy_latency_p50_s", heading="greedy latency p50 s", spec=".1f"),
+        Column(key="greedy_requests", heading="answers", spec=".0f"),
+        Column(key="modest_share", heading="modest share", spec=".1%"),
+        Column(key="tokens_per_s", heading="tok/s", spec=".0f"),
+    ),
+    measure=measure,
+    sentences=sentences,
+    draw=draw,
+)
