@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import Phase, given, settings
-from quire.v1 import common_pb2, queue_pb2, worker_pb2
+from quire.v1 import common_pb2, operations_pb2, queue_pb2, worker_pb2
 
 from gpu_worker import codec, digest
 from gpu_worker.messages import (
@@ -35,12 +35,19 @@ from gpu_worker.messages import (
     TokenBatch,
     TokenLogprobs,
 )
-from gpu_worker.ports import CacheGroupSpec, RunnerInfo, SamplingSpec
+from gpu_worker.ports import CacheGroupSpec, Operation, OperationKind, RunnerInfo, SamplingSpec
 from gpu_worker.replica import Refusal, Replica
 from gpu_worker.session import SCHEMA_REVISION
 from scheduler_svc.core import digest as scheduler_digest
 from servicekit import grpc_server
-from tests.worker_builders import LIMITS, PlanScript, make_admit, plan_message, request_id
+from tests.worker_builders import (
+    LIMITS,
+    PlanScript,
+    make_admit,
+    make_operation,
+    plan_message,
+    request_id,
+)
 
 INFO = RunnerInfo(
     model_digest="d" * 64,
@@ -48,9 +55,13 @@ INFO = RunnerInfo(
     max_model_len=4096,
     max_num_seqs=256,
     max_num_batched_tokens=2048,
-    cache_group=CacheGroupSpec(window=0, block_size=16, block_bytes=4096, num_blocks=512),
+    cache_group=CacheGroupSpec(
+        window=0, block_size=16, block_bytes=4096, num_blocks=512, num_host_blocks=128
+    ),
     step_us=1500.0,
     token_us=2.5,
+    swap_out_gb_per_s=20.5,
+    swap_in_gb_per_s=24.0,
 )
 
 MIX = {
@@ -83,6 +94,7 @@ def test_enums_equal_those_of_the_contract() -> None:
         (FinishReason, dict(common_pb2.FinishReason.items()), "FINISH_REASON_"),
         (FaultScope, dict(worker_pb2.Fault.Scope.items()), "SCOPE_"),
         (FaultCode, dict(worker_pb2.Fault.Code.items()), "CODE_"),
+        (OperationKind, dict(operations_pb2.Operation.Kind.items()), "KIND_"),
     ]
     for ours, theirs, prefix in pairs:
         assert {prefix + member.name: member.value for member in ours}.items() <= theirs.items()
@@ -152,6 +164,14 @@ admits = st.builds(
     block_ids=tokens,
     sampling=sampling_specs,
 )
+operations = st.builds(
+    Operation,
+    op_id=u64,
+    kind=st.integers(0, 2**31 - 1),
+    group=u32,
+    source_blocks=tokens,
+    target_blocks=tokens,
+)
 plans = st.builds(
     StepPlan,
     epoch=u64,
@@ -165,6 +185,7 @@ plans = st.builds(
     grow_slots=tokens,
     grow_block_ids=tokens,
     digest=u64,
+    operations=st.lists(operations, max_size=2).map(tuple),
 )
 
 
@@ -239,6 +260,8 @@ def test_hello_says_what_the_worker_holds() -> None:
     assert (hello.worker_id, hello.incarnation) == ("w", 2**64 - 1)
     (group,) = hello.cache_groups
     assert (group.kind, group.num_device_blocks) == (worker_pb2.CacheGroup.KIND_FULL, 512)
+    assert (group.block_bytes, group.num_host_blocks) == (4096, 128)
+    assert (hello.cost.swap_out_gb_per_s, hello.cost.swap_in_gb_per_s) == (20.5, 24.0)
     assert (hello.num_slots, hello.max_num_batched_tokens, hello.max_model_len) == (256, 2048, 4096)
     assert (hello.cost.step_us, hello.cost.token_us) == (1500.0, 2.5)
     assert (hello.last_applied_step, hello.first_result_step) == (8, 3)
@@ -258,6 +281,15 @@ RESULT = StepResult(
     ],
     times=StepTimes(idle_us=1, apply_us=2, forward_us=3, sample_us=4, total_us=2**40),
 )
+OPERATED = dataclasses.replace(RESULT, operations_done=[2**64 - 1, 7])
+OPERATIONS = StepPlan(
+    epoch=3,
+    step=9,
+    operations=(
+        make_operation(7, OperationKind.SWAP_OUT, [(300, 0), (2, 1)]),
+        make_operation(2**64 - 1, OperationKind.COPY, [(0, 5)], group=1),
+    ),
+)
 
 
 def test_a_result_keeps_its_columns() -> None:
@@ -273,6 +305,8 @@ def test_a_result_keeps_its_columns() -> None:
     )
     assert (fault.slot, fault.message, fault.retryable) == (4, "m", True)
     assert message.times.total_us == 2**32 - 1
+    assert list(message.operations_done) == []
+    assert list(codec.session_response(OPERATED).result.operations_done) == [2**64 - 1, 7]
 
 
 def test_a_steady_result_of_256_rows_is_less_than_two_kibibytes() -> None:
@@ -411,6 +445,16 @@ GOLDEN = {
         codec.session_response(RESULT),
         "1a3c080310091a020004220411d086032a01043201013801420e080110021803200428ffffffff0f"
         "4a0b08011003180422016d2801510000000000000080",
+    ),
+    "result with operations": (
+        codec.session_response(OPERATED),
+        "1a49080310091a020004220411d086032a01043201013801420e080110021803200428ffffffff0f"
+        "4a0b08011003180422016d2801510000000000000080"
+        "5a0bffffffffffffffffff0107",
+    ),
+    "operations": (
+        plan_message(OPERATIONS),
+        "080310092001720d080710022203ac02022a020001721508ffffffffffffffffff01100118012201002a0105",
     ),
     "batch": (
         codec.token_batch(12, BATCH),

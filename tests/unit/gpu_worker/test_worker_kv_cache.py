@@ -61,6 +61,25 @@ def test_a_cpu_gives_a_quarter_of_its_memory_up_to_four_gib() -> None:
     assert kv_cache.cpu_cache_bytes(64 * GIB) == 4 * GIB
 
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_host_blocks_are_as_many_as_the_setting_holds() -> None:
+    for device in (CPU, CUDA):
+        assert kv_cache.choose_num_host_blocks(0.5, 1 << 20, device, GIB) == 512
+        assert kv_cache.choose_num_host_blocks(0.5, (1 << 20) + 1, device, GIB) == 511
+        assert kv_cache.choose_num_host_blocks(0.0, 1 << 20, device, GIB) == 0
+    with pytest.raises(CacheTooSmallError, match=r"QUIRE_SWAP_SPACE_GIB=2 .* 1073741824 bytes"):
+        kv_cache.choose_num_host_blocks(2.0, 1 << 20, CPU, GIB)
+
+
+def test_unasked_host_blocks_take_an_eighth_of_memory_up_to_a_bound() -> None:
+    assert kv_cache.choose_num_host_blocks(-1.0, 1 << 20, CPU, 4 * GIB) == 512
+    assert kv_cache.choose_num_host_blocks(-1.0, 1 << 20, CPU, 64 * GIB) == 1024
+    assert kv_cache.choose_num_host_blocks(-1.0, 1 << 20, CUDA, 4 * GIB) == 512
+    assert kv_cache.choose_num_host_blocks(-1.0, 1 << 20, CUDA, 64 * GIB) == 4096
+
+
 def test_a_device_gives_its_share_less_what_a_step_takes() -> None:
     memory = kv_cache.DeviceMemory(total=1000, free=700, reserved=200, peak=350, trial_cache=50)
     assert kv_cache.device_cache_bytes(memory, 0.9) == 900 - 100 - 300
