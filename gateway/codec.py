@@ -9,6 +9,7 @@ from quire.v1 import common_pb2, inference_pb2, queue_pb2, worker_pb2
 
 from gateway.core.output import Chunk
 from gateway.core.prompt import Message
+from gateway.core.requests import RawRequest
 from gateway.core.types import (
     FinishReason,
     LogprobRows,
@@ -21,7 +22,7 @@ from gateway.core.types import (
     Usage,
     WorkerRecord,
 )
-from gateway.core.validation import RawRequest, check_lengths
+from gateway.core.validation import check_lengths
 
 __all__ = ["DecodeError"]
 

@@ -17,6 +17,7 @@ from gateway.core import validation
 from gateway.core.detokenizer import Detokenizer
 from gateway.core.errors import UnavailableError
 from gateway.core.output import Chunk, OutputAssembler
+from gateway.core.requests import CheckedPrompt, CheckedRequest, RawRequest
 from gateway.core.stream import Fed
 from gateway.core.types import (
     Admission,
@@ -30,7 +31,7 @@ from gateway.core.types import (
     TokenBatch,
     TokenLogprob,
 )
-from gateway.core.validation import CheckedPrompt, CheckedRequest, RawRequest
+from gateway.core.wording import sentence
 from gateway.live import (
     CLIENT_GONE,
     DRAINING,
@@ -231,7 +232,7 @@ class Engine:
         live = self._live.get(notice.request_id)
         if live is None or notice.attempt < live.state.attempt:
             return
-        end = Terminal(reason=notice.finish_reason, message=notice.message[:500])
+        end = Terminal(reason=notice.finish_reason, message=sentence(notice.message[:500]))
         if live.state.close(end) is Fed.NEWS:
             self._finished(live, tell=False)
 

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from quire.oip import open_inference_pb2 as pb
 
 from gateway.core.errors import GatewayError, RejectReason, RequestRejected
+from gateway.core.requests import RawRequest
 from gateway.core.types import FinishReason, Usage
-from gateway.core.validation import RawRequest
 from gateway.core.wording import shown
 from gateway.open_inference import (
     DATATYPES,

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from gateway.core.errors import RejectReason, RequestRejected
-from gateway.core.validation import NOT_BUILT, RawRequest
+from gateway.core.requests import RawRequest
+from gateway.core.validation import NOT_BUILT
 from gateway.core.wording import shown
 
 INPUT, OUTPUT = "text_input", "text_output"

@@ -1,4 +1,10 @@
-"""Clients' own words within our messages."""
+"""The words of our messages, and clients' own words within them."""
+
+
+def sentence(text: str) -> str:
+    """With a capital letter and a full stop, as every message for a client has them."""
+    text = text.strip()
+    return text and text[0].upper() + text[1:].removesuffix(".") + "."
 
 
 def shown(text: str, most: int = 100) -> str:

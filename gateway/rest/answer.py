@@ -1,14 +1,12 @@
 """The answer to the live requests of one call, as a stream or whole.
 
-A stream's headers wait for the first output, so that what goes wrong before has a status of its
-own, but no longer than STATUS_WAIT_S. Then comments go out in silence, and errors are events. The
-requests of several prompts share a stream; the first that fails ends it, and the others with it.
-While requests run a watcher waits for the client to leave.
+In a stream comments go out in silence, and errors are events. The requests of several prompts share
+it; the first that fails ends it, and the others with it.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from starlette.responses import Response
@@ -18,9 +16,11 @@ from gateway.core.errors import error_of
 from gateway.core.output import Chunk
 from gateway.core.types import Usage
 from gateway.engine import Engine
-from gateway.live import CLIENT_GONE, LiveRequest
+from gateway.live import LiveRequest
+from gateway.rest import live_answer
 from gateway.rest.chunks import Chunks
 from gateway.rest.errors import response_of, to_json
+from gateway.rest.live_answer import LiveAnswer
 from gateway.rest.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
 from gateway.rest.sse import (
     KEEP_ALIVE,
@@ -32,18 +32,13 @@ from gateway.rest.sse import (
     failing,
     whole_answer,
 )
-from servicekit import logs
 
-STATUS_WAIT_S = 10.0
-KEEP_ALIVE_S = 15.0
-SEND_TIMEOUT_S = 30.0
 # A body of more logprobs is written in a thread: it would hold the loop for too long.
 MANY_LOGPROBS = 1024
-_log = logs.get_logger("gateway.rest")
 
 
-class Answer(Response):
-    """Ends its requests if the client goes. `lives` are in the order of the choices."""
+class Answer(LiveAnswer):
+    """Of OpenAI's interfaces; the requests of several prompts share it."""
 
     def __init__(
         self,
@@ -54,54 +49,20 @@ class Answer(Response):
         stream: bool,
         client_id: str,
     ) -> None:
-        super().__init__()
-        self._engine = engine
-        self._lives = lives
+        super().__init__(engine, lives, client_id)
         self._head = head
         self._stream = stream
-        self._request_id = client_id or lives[0].public_id
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers."""
-        try:
-            async with self._watching(receive), Chunks(self._engine, self._lives) as chunks:
-                if self._stream:
-                    await self._send_stream(chunks, send)
-                else:
-                    response = await self._whole(chunks)
-                    await response(scope, receive, send)
-        except (TimeoutError, OSError):
-            _log.info("client_lost", request_id=self._lives[0].public_id)
-        finally:
-            self._cancel()
-
-    def _cancel(self) -> None:
-        for live in self._lives:
-            self._engine.cancel(live, CLIENT_GONE)
-
-    @contextlib.asynccontextmanager
-    async def _watching(self, receive: Receive) -> AsyncIterator[None]:
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self._cancel()
-
-        watcher = asyncio.get_running_loop().create_task(watch())
-        try:
-            yield
-        finally:
-            watcher.cancel()
-            await asyncio.wait([watcher])
+    async def _answer(self, chunks: Chunks, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._stream:
+            await self._send_stream(chunks, send)
+        else:
+            response = await self._whole(chunks)
+            await response(scope, receive, send)
 
     async def _send_stream(self, chunks: Chunks, send: Send) -> None:
         first = await self._first(chunks)
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-            (b"x-request-id", self._request_id.encode()),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._begin(send)
         async with asyncio.timeout(None) as limit:
             async with _Pulse(send, limit) as pulse:
                 await self._send_frames(chunks, first, pulse)
@@ -133,22 +94,6 @@ class Answer(Response):
                 await pulse.finish(frames)
             elif frames:
                 await pulse.send(frames)
-
-    async def _first(self, chunks: Chunks) -> tuple[int, Chunk] | None:
-        """The first output, None if there is none in time. Raises GatewayError."""
-        try:
-            async with asyncio.timeout(STATUS_WAIT_S):
-                while True:
-                    index, chunk = await chunks.next()
-                    if chunk.text or chunk.token_ids or chunk.end is not None:
-                        break
-        except TimeoutError:
-            return None
-        if chunk.end is not None and not chunk.token_ids:
-            error = error_of(chunk.end)
-            if error is not None:
-                raise error
-        return index, chunk
 
     def _framer(self, index: int) -> Framer:
         return Framer(self._head, index, self._usage, self._writer(self._lives[index]))
@@ -235,7 +180,7 @@ class _Pulse:
     async def finish(self, frames: bytes) -> None:
         """The last piece; nothing may follow it, and so no comment."""
         await self._stop()
-        async with asyncio.timeout(SEND_TIMEOUT_S):
+        async with asyncio.timeout(live_answer.SEND_TIMEOUT_S):
             await self._send({"type": "http.response.body", "body": frames, "more_body": False})
 
     async def _stop(self) -> None:
@@ -248,14 +193,14 @@ class _Pulse:
         while True:
             now_s = self._time()
             if self._sending_since_s:
-                wait_s = self._sending_since_s + SEND_TIMEOUT_S - now_s
+                wait_s = self._sending_since_s + live_answer.SEND_TIMEOUT_S - now_s
                 if wait_s <= 0:
                     break
             else:
-                wait_s = self._sent_s + KEEP_ALIVE_S - now_s
+                wait_s = self._sent_s + live_answer.KEEP_ALIVE_S - now_s
                 if wait_s <= 0:
                     try:
-                        async with asyncio.timeout(SEND_TIMEOUT_S):
+                        async with asyncio.timeout(live_answer.SEND_TIMEOUT_S):
                             await self.send(KEEP_ALIVE)
                     except TimeoutError:
                         break

@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from gateway.core.errors import GatewayError, RejectReason, RequestRejected
 from gateway.core.output import Chunk
+from gateway.core.requests import RawRequest
 from gateway.core.types import FinishReason, Usage
-from gateway.core.validation import RawRequest
 from gateway.core.wording import shown
 from gateway.engine import Engine
 from gateway.live import LiveRequest

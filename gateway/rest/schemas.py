@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -19,12 +20,13 @@ from pydantic import (
 
 from gateway.core.errors import RejectReason, RequestRejected
 from gateway.core.prompt import Message
+from gateway.core.requests import RawRequest
 from gateway.core.validation import (
     MAX_MESSAGES,
     MAX_PROMPTS,
     NOT_BUILT,
-    RawRequest,
     check_count,
+    check_lengths,
     invalid,
 )
 from servicekit import logs
@@ -69,15 +71,40 @@ class TextPart(BaseModel):
     text: StrictStr | None = None
 
 
+def _counted_parts(parts: Any) -> Any:
+    if isinstance(parts, list) and len(parts) > MAX_MESSAGES:
+        raise invalid("messages", f"at most {MAX_MESSAGES} parts of a content, not {len(parts)}")
+    return parts
+
+
+def _counted_messages(messages: Any) -> Any:
+    if isinstance(messages, list):
+        check_lengths(num_messages=len(messages))
+    return messages
+
+
+# Counted before they are looked at, and in the validator's words.
+Parts = Annotated[
+    list[TextPart],
+    Field(fail_fast=True, max_length=MAX_MESSAGES),
+    BeforeValidator(_counted_parts),
+]
+
+
 class ChatMessage(BaseModel):
     """One turn."""
 
     role: StrictStr
-    content: (
-        StrictStr | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None
-    ) = None
+    content: StrictStr | Parts | None = None
     tool_calls: Any = None
     function_call: Any = None
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(fail_fast=True, max_length=MAX_MESSAGES),
+    BeforeValidator(_counted_messages),
+]
 
 
 class CommonBody(BaseModel):
@@ -185,7 +212,7 @@ class CompletionBody(CommonBody):
 class ChatBody(CommonBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None

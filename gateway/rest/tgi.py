@@ -15,8 +15,8 @@ from starlette.responses import Response
 from gateway.core.detokenizer import Detokenizer
 from gateway.core.errors import GatewayError
 from gateway.core.output import Chunk
+from gateway.core.requests import RawRequest
 from gateway.core.types import FinishReason
-from gateway.core.validation import RawRequest
 from gateway.engine import Engine
 from gateway.live import LiveRequest
 from gateway.rest.auth import Guarded, Open, caller_of

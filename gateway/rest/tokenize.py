@@ -8,12 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.core.errors import RejectReason, RequestRejected
-from gateway.core.validation import MAX_MESSAGES, RawRequest
+from gateway.core.requests import RawRequest
 from gateway.engine import Engine
 from gateway.rest.auth import Guarded, Open, caller_of
 from gateway.rest.bodies import BodyReader, refuse_unbuilt
 from gateway.rest.errors import to_json
-from gateway.rest.schemas import ChatMessage, to_messages
+from gateway.rest.schemas import Messages, to_messages
 
 MAX_TOKENS = 2**20
 NOT_BUILT: Mapping[str, tuple[object, ...]] = {
@@ -31,7 +31,7 @@ class TokenizeBody(BaseModel):
 
     model: StrictStr = ""
     prompt: StrictStr | None = None
-    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None

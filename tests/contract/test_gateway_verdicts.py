@@ -10,8 +10,9 @@ from quire.v1 import common_pb2, inference_pb2, queue_pb2
 
 from gateway import codec
 from gateway.core.errors import RequestRejected
+from gateway.core.requests import CheckedRequest, RawRequest
 from gateway.core.types import FinishReason, ModelInfo, QueuedRequest, RequestId, Sampling
-from gateway.core.validation import CheckedRequest, RawRequest, check
+from gateway.core.validation import check
 from gateway.rest.bodies import parse
 from gateway.rest.schemas import ChatBody, CompletionBody
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from gateway.core.prompt import Message
+from gateway.core.requests import RawRequest
 from gateway.core.types import (
     Admission,
     FinishReason,
@@ -21,7 +22,6 @@ from gateway.core.types import (
     RequestId,
     TokenBatch,
 )
-from gateway.core.validation import RawRequest
 from gateway.engine import Engine, EngineConfig
 from gateway.live import LiveRequest
 from gateway.metrics import GatewayMetrics

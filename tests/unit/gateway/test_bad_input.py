@@ -206,8 +206,13 @@ async def test_fields(fields: dict[str, Any], param: str, words: list[str]) -> N
     ("fields", "param", "words"),
     [
         ({"messages": []}, "messages", ["at least one"]),
-        ({"messages": HI * 5000}, "messages", ["4096"]),
-        ({"messages": [None] * MANY}, "messages", []),
+        ({"messages": HI * 5000}, "messages", ["messages: at most 4096 messages, not 5000."]),
+        ({"messages": [None] * MANY}, "messages", [f"at most 4096 messages, not {MANY}."]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4097}]},
+            "messages",
+            ["messages: at most 4096 parts of a content, not 4097."],
+        ),
         ({"messages": "hi"}, "messages", []),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", ["developer"]),
         ({"messages": [*HI, {"role": "user"}]}, "messages[1].content", []),

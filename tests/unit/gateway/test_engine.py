@@ -6,9 +6,9 @@ import pytest
 
 from gateway.core.errors import QueueFullError, RequestRejected, UnavailableError
 from gateway.core.labels import cache_partition
+from gateway.core.requests import RawRequest
 from gateway.core.stream import Fed, StreamState
 from gateway.core.types import FinishReason, RequestId, TokenBatch
-from gateway.core.validation import RawRequest
 from tests.unit.gateway.fakes import Bench, FakeLink, drain_chunks, make_bench, running
 
 STOP, LENGTH, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR
@@ -223,6 +223,8 @@ async def test_notices() -> None:
     bench.notify(live.request_id, FinishReason.REJECTED, "too long", attempt=2)
     bench.notify(live.request_id, FinishReason.ERROR, attempt=2)
     assert (await drain_chunks(bench, live))[:2] == ("a", FinishReason.REJECTED)
+    assert live.state.end is not None
+    assert live.state.end.message == "Too long."
     assert bench.queue.cancelled == bench.link.cancelled == []
     assert_idle(bench)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.core.types import FinishReason
-from gateway.rest import events
+from gateway.rest import live_answer
 from tests.unit.gateway.fakes import Bench, make_bench
 from tests.unit.gateway.test_auth import listening
 
@@ -32,8 +32,8 @@ async def test_headers_wait_for_the_first_output_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Afterwards comments go out in silence, and what goes wrong is an event."""
-    monkeypatch.setattr(events, "FIRST_OUTPUT_S", 0.2)
-    monkeypatch.setattr(events, "COMMENT_S", 0.1)
+    monkeypatch.setattr(live_answer, "STATUS_WAIT_S", 0.2)
+    monkeypatch.setattr(live_answer, "KEEP_ALIVE_S", 0.1)
     bench = make_bench()
     async with asked(bench) as (reader, _, request):
         head = await reader.readuntil(b"\r\n\r\n")
@@ -51,8 +51,8 @@ async def test_headers_wait_for_the_first_output_but_not_for_ever(
 
 async def test_no_token_is_lost_to_a_comment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that come just as the silence is long enough."""
-    monkeypatch.setattr(events, "FIRST_OUTPUT_S", 0.001)
-    monkeypatch.setattr(events, "COMMENT_S", 0.001)
+    monkeypatch.setattr(live_answer, "STATUS_WAIT_S", 0.001)
+    monkeypatch.setattr(live_answer, "KEEP_ALIVE_S", 0.001)
     bench = make_bench()
     async with asked(bench) as (reader, _, request):
         for at in range(200):

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gateway.core.types import FinishReason
-from gateway.rest import answer
+from gateway.rest import answer, live_answer
 from tests.unit.gateway.fakes import Bench, make_bench
 from tests.unit.gateway.test_rest import client_of, plain
 
@@ -306,8 +306,8 @@ class Wire:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds are hundredths."""
-    monkeypatch.setattr(answer, "STATUS_WAIT_S", 0.1)
-    monkeypatch.setattr(answer, "KEEP_ALIVE_S", 0.15)
+    monkeypatch.setattr(live_answer, "STATUS_WAIT_S", 0.1)
+    monkeypatch.setattr(live_answer, "KEEP_ALIVE_S", 0.15)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -378,8 +378,8 @@ async def test_a_client_that_does_not_read() -> None:
 @pytest.mark.parametrize("what", ["frame", "last frame", "comment"])
 async def test_a_client_that_takes_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is given up, whatever it is that it does not take."""
-    monkeypatch.setattr(answer, "SEND_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(answer, "KEEP_ALIVE_S", 0.05 if what == "comment" else 0.5)
+    monkeypatch.setattr(live_answer, "SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(live_answer, "KEEP_ALIVE_S", 0.05 if what == "comment" else 0.5)
     bench = make_bench()
     wire = Wire(bench, {"prompt": "x", "stream": True, "max_tokens": 99})
     request = await bench.queue.arrivals.get()

@@ -60,6 +60,7 @@ async def test_tokens_to_text() -> None:
         ("tokenize", {"prompt": ["a"]}, 400, "prompt"),
         ("tokenize", {"prompt": "a", "messages": []}, 400, "prompt"),
         ("tokenize", {"messages": []}, 400, "messages"),
+        ("tokenize", {"messages": [{}] * 4097}, 400, "messages"),
         ("tokenize", {"messages": [{"role": "tool", "content": ""}]}, 400, "messages[0]"),
         ("tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
         ("tokenize", {"prompt": "a", "add_special_tokens": 1}, 400, "add_special_tokens"),

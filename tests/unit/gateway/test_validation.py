@@ -7,8 +7,9 @@ import pytest
 
 from gateway.core.errors import RejectReason, RequestRejected
 from gateway.core.prompt import Message
+from gateway.core.requests import RawRequest
 from gateway.core.types import ModelInfo
-from gateway.core.validation import NOT_BUILT, RawRequest, check, check_all, fit
+from gateway.core.validation import NOT_BUILT, check, check_all, fit
 
 MODEL = ModelInfo(
     name="m", digest="d", vocab_size=100, max_model_len=50, eos_token_ids=(7, 8), default_top_k=20
