@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks import measure as measuring
 from benchmarks.client import Exchange, read_answer
+from benchmarks.stack import StackError
 from benchmarks.studies import drawing
 from benchmarks.studies.study import Bench, Column, Row, Study, Target, by_label
 from benchmarks.workload import Job, Shape, jobs
@@ -70,7 +71,7 @@ async def _run(at: Target, decodes: Sequence[Job], prompts: Sequence[Job]) -> di
 def _raise_if_ended(running: Sequence["asyncio.Future[Any]"]) -> None:
     for task in running:
         if task.done():
-            raise RuntimeError(f"a decode ended early: {task.result()}")
+            raise StackError(f"a decode ended early: {task.result()}")
 
 
 def _gaps_ms(times: Sequence[Sequence[float]], spans: Sequence[tuple[float, float]]) -> list[float]:
