@@ -1,8 +1,11 @@
 """The core's promises, checked after every event in tests and sampled in long runs."""
 
+from collections import Counter
+
 from scheduler_svc.core import digest
 from scheduler_svc.core.flight import StepInFlight
 from scheduler_svc.core.lifecycle import RequestState
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.worker_state import WorkerState
 
@@ -26,16 +29,16 @@ def check_all(core: SchedulerCore) -> None:
         if request.state is RequestState.WAITING:
             assert request.num_in_flight == 0, "a request with unreturned steps could be admitted"
             assert not request.blocks, "a waiting request owns blocks"
-    flights: dict[bytes, int] = {}
+    # Not by request_id: rows of one that has been superseded may still be in flight.
+    flights: Counter[Request] = Counter()
     for worker in core._workers.values():
         for flight in worker.in_flight:
             _check_flight(worker, flight)
             for row in flight.gone:
-                request = flight.batch.requests[row]
-                flights[request.request_id] = flights.get(request.request_id, 0) + 1
+                flights[flight.batch.requests[row]] += 1
     for request in core._requests.values():
         if request.state is RequestState.RETURNING:
-            assert request.num_in_flight == flights.get(request.request_id, 0)
+            assert request.num_in_flight == flights[request]
     total = sum(request.max_total_tokens for request in core._requests.values())
     assert core._num_total_tokens == total
 
