@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.studies import drawing
-from benchmarks.studies.study import Bench, Column, Gauges, Row, Study, Target, figures
+from benchmarks.studies.study import Bench, Column, Gauges, Row, Study, Target, figures, listed
 from benchmarks.workload import Job, Shape, jobs
 
 SIZES = (4, 16, 64)
@@ -84,14 +84,14 @@ def _share(row: Row) -> str:
 
 def sentences(rows: Sequence[Row]) -> str:
     """Waste and hits by size; what it does to speed."""
-    sizes = ", ".join(row["run"] for row in rows)
-    wasted = ", ".join(_share(row) for row in rows)
-    found = ", ".join(f"{row['found']:.1%}" for row in rows)
-    speed = ", ".join(f"{row['tokens_per_s']:.0f}" for row in rows)
+    sizes = listed(row["run"] for row in rows)
+    wasted = listed(_share(row) for row in rows)
+    found = listed(f"{row['found']:.1%}" for row in rows)
+    speed = listed(f"{row['tokens_per_s']:.0f}" for row in rows)
     return (
-        f"With blocks of {sizes} tokens, {wasted} of the memory taken holds no token, and "
-        f"{found} of the tokens that prompts share are found in the cache, since only full blocks "
-        f"are shared. Throughput is {speed} output tokens per second."
+        f"With blocks of {sizes} tokens {wasted} of the memory taken holds no token, and {found} "
+        f"of the tokens that prompts share are found in the cache, since only full blocks are "
+        f"shared. Throughput is {speed} output tokens per second."
     )
 
 

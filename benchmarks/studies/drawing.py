@@ -26,7 +26,7 @@ def paired_bars(
         at = [x + (i - (len(series) - 1) / 2) * width for x in range(len(values))]
         drawn = axis.bar(at, values, width=width, color=PALETTE[i % len(PALETTE)], label=name)
         axis.bar_label(drawn, fmt=_short, fontsize=7, padding=2)
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
     _dress(axis, labels, heading)
 
 
@@ -38,7 +38,7 @@ def _dress(axis: Any, labels: Sequence[str], heading: str) -> None:
     axis.set_xticks(range(len(labels)), [label.replace(", ", ",\n") for label in labels])
     axis.tick_params(axis="x", labelsize=8)
     axis.set_title(heading, fontsize=10)
-    axis.margins(y=0.18)
+    axis.margins(y=0.25)
     axis.set_ylim(bottom=0)
     axis.grid(True, axis="y", alpha=0.25)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.studies import drawing
-from benchmarks.studies.study import Bench, Column, Row, Study, Target, figures
+from benchmarks.studies.study import Bench, Column, Row, Study, Target, figures, listed
 from benchmarks.workload import Job, Shape, jobs
 
 BLOCK = 16
@@ -72,17 +72,14 @@ def _of(rows: Sequence[Row], caching: str) -> list[Row]:
 def sentences(rows: Sequence[Row]) -> str:
     """Blocks and time to first token by load."""
     on, off = _of(rows, "on"), _of(rows, "off")
-    counts = ", ".join(str(row["requests"]) for row in on)
-    saved = ", ".join(f"{row['blocks_saved']:,}" for row in on)
-    blocks = ", ".join(f"{row['blocks']:,}" for row in on)
-    waits = ", ".join(
-        f"{a['ttft_p50_ms'] / 1e3:.1f} s instead of {b['ttft_p50_ms'] / 1e3:.1f}"
-        for a, b in zip(on, off, strict=True)
-    )
+    counts = listed(str(row["requests"]) for row in on)
+    saved = listed(f"{row['blocks_saved']:,} of {row['blocks']:,}" for row in on)
+    waits = listed(f"{row['ttft_p50_ms'] / 1e3:.1f}" for row in on)
+    longer = listed(f"{row['ttft_p50_ms'] / 1e3:.1f}" for row in off)
     return (
-        f"{counts} requests with one system prompt of {SYSTEM_TOKENS} tokens save {saved} of "
-        f"{blocks} blocks of {BLOCK} tokens. The median time to the first token of all of them, "
-        f"sent at once, is {waits} without the cache."
+        f"{counts} requests with one system prompt of {SYSTEM_TOKENS} tokens save {saved} blocks. "
+        f"The median time to the first token, all of them sent at once, is {waits} s, and {longer} "
+        f"s without the cache."
     )
 
 
@@ -99,7 +96,7 @@ def draw(axes: Any, rows: Sequence[Row]) -> None:
             axis, labels, {name: [r[key] for r in own] for name, own in series.items()}, heading
         )
         axis.set_yscale("log")
-        axis.set_ylim(bottom=1)
+        axis.set_ylim(1, 8 * max(row[key] for row in rows))
 
 
 STUDY = Study(

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import re
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,12 @@ class Study:
     sentences: Callable[[Sequence[Row]], str]
     draw: Callable[[Any, Sequence[Row]], None]
     num_axes: int = 2
+
+
+def listed(words: Iterable[str]) -> str:
+    """As in a sentence: "a, b and c"."""
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def by_label(rows: Sequence[Row]) -> dict[str, Row]:
