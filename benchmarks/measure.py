@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.client import Answer, Client
+from benchmarks.steps import StepCounts, StepTimes
 from benchmarks.workload import Job, arrivals_s
 
 # A server that can't keep up must not make the load generator open connections without end.
 MAX_OPEN = 1_024
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,23 +27,30 @@ class Load:
     kind: str
     level: float
     num_requests: int
+    sampled: bool = False
 
     @property
     def label(self) -> str:
         """For tables and seeds."""
-        return f"{self.kind} {self.level:g}"
+        return f"{self.kind} {self.level:g}{' sampled' if self.sampled else ''}"
+
+    def settings(self, number: int) -> dict[str, Any]:
+        """Of the load's request of that number, besides its lengths."""
+        return {**SAMPLED, "seed": number} if self.sampled else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """What a load gave. Percentiles are over all requests, or over all gaps of all requests.
 
-    The prefix-hit figures count tokens; they are None where the scheduler's metrics are not known.
+    The prefix-hit figures count tokens; they are None where the scheduler's metrics are not known,
+    and `steps` where the workers' are not.
     """
 
     policy: str
     kind: str
     level: float
+    sampled: bool
     num_requests: int
     num_failed: int
     took_s: float
@@ -59,6 +68,7 @@ class Point:
     prefix_queries: float | None
     prefix_hits: float | None
     preemptions: float | None
+    steps: StepTimes | None
     problems: tuple[str, ...]
 
     @property
@@ -125,11 +135,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Totals of the scheduler's metrics at one moment."""
+    """Totals of the scheduler's and the workers' metrics at one moment."""
 
     prefix_queries: float
     prefix_hits: float
     preemptions: float
+    steps: StepCounts | None = None
 
     def since(self, before: "Counters") -> "Counters":
         """What was added."""
@@ -137,6 +148,7 @@ class Counters:
             prefix_queries=self.prefix_queries - before.prefix_queries,
             prefix_hits=self.prefix_hits - before.prefix_hits,
             preemptions=self.preemptions - before.preemptions,
+            steps=self.steps.since(before.steps) if self.steps and before.steps else None,
         )
 
 
@@ -160,6 +172,7 @@ def summarize(
         policy=policy,
         kind=load.kind,
         level=load.level,
+        sampled=load.sampled,
         num_requests=len(answers),
         num_failed=len(answers) - len(good),
         took_s=took_s,
@@ -177,6 +190,7 @@ def summarize(
         prefix_queries=counted.prefix_queries if counted else None,
         prefix_hits=counted.prefix_hits if counted else None,
         preemptions=counted.preemptions if counted else None,
+        steps=StepTimes.of(counted.steps) if counted and counted.steps else None,
         problems=tuple(problem for problem in problems if problem)[:20],
     )
 

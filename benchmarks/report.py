@@ -1,4 +1,4 @@
-"""The table, the JSON and the picture of a serving measurement."""
+"""The tables, the JSON and the picture of a serving measurement."""
 
 import json
 import os
@@ -9,6 +9,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks import goals
+from benchmarks.floor import Floor
+from benchmarks.goals import Verdict
 from benchmarks.measure import Point
 from benchmarks.stack import ROOT
 
@@ -16,16 +19,20 @@ HEADINGS = (
     "policy", "load", "requests", "out tok/s", "req/s", "TTFT p50 ms", "p99", "gap p50 ms", "p99",
     "E2E p50 s", "p99", "prefix hits",
 )  # fmt: skip
+STEP_HEADINGS = (
+    "policy", "load", "steps", "outside p50 ms", "plan wait", "apply", "sample", "forward",
+)  # fmt: skip
+FLOOR_HEADINGS = ("the floor", "today", "reference", "unit", "today / reference")
+GOAL_HEADINGS = ("goal", "as it is", "factor", "for today", "found", "unit", "verdict")
 COLORS = {"fcfs": "#1f77b4", "static": "#d62728"}
 
 
 def row(point: Point) -> tuple[str, ...]:
     """One line of the table."""
     failed = f" ({point.num_failed} failed)" if point.num_failed else ""
-    unit = "clients" if point.kind == "closed" else "req/s"
     return (
         point.policy,
-        f"{point.kind} {point.level:.3g} {unit}",
+        _load(point),
         f"{point.num_requests}{failed}",
         f"{point.output_tokens_per_s:.1f}",
         f"{point.requests_per_s:.2f}",
@@ -39,10 +46,66 @@ def row(point: Point) -> tuple[str, ...]:
     )
 
 
+def _load(point: Point) -> str:
+    unit = "clients" if point.kind == "closed" else "req/s"
+    return f"{point.kind} {point.level:.3g} {unit}{', sampled' if point.sampled else ''}"
+
+
 def table(points: Sequence[Point]) -> str:
-    """As Markdown, aligned, so that it can be read and pasted."""
-    rows = [HEADINGS, *(row(point) for point in points)]
-    widths = [max(len(line[i]) for line in rows) for i in range(len(HEADINGS))]
+    """One line for each load."""
+    return markdown(HEADINGS, [row(point) for point in points])
+
+
+def step_table(points: Sequence[Point]) -> str:
+    """Where the workers' steps spend their time, besides the forward; medians in ms."""
+    rows = []
+    for point in points:
+        if (steps := point.steps) is not None:
+            parts = (steps.outside_ms, steps.idle_ms, steps.apply_ms, steps.sample_ms)
+            rows.append(
+                (
+                    point.policy,
+                    _load(point),
+                    f"{steps.num_steps}",
+                    *(f"{part:.2f}" for part in parts),
+                    f"{steps.forward_ms:.1f}",
+                )
+            )
+    return markdown(STEP_HEADINGS, rows)
+
+
+def floor_table(floor: Floor) -> str:
+    """What the machine can do, beside the machine on which the goals were set."""
+    rows = []
+    for name, today in goals.probed(floor).items():
+        reference = goals.REFERENCE[name]
+        share = "-" if today is None else f"{today / reference.value:.2f}"
+        found = "-" if today is None else f"{today:.3g}"
+        rows.append((reference.meaning, found, f"{reference.value:g}", reference.unit, share))
+    return markdown(FLOOR_HEADINGS, rows)
+
+
+def goal_table(verdicts: Sequence[Verdict]) -> str:
+    """The goals as they are, for this machine today, and what was found."""
+    rows = [
+        (
+            of.goal.meaning,
+            f"{'at least' if of.goal.at_least else 'at most'} {of.goal.value:g}",
+            f"{of.factor:.2f}",
+            f"{of.scaled:.3g}",
+            "-" if of.found is None else f"{of.found:.3g}",
+            of.goal.unit,
+            of.text,
+        )
+        for of in verdicts
+    ]
+    return markdown(GOAL_HEADINGS, rows)
+
+
+def markdown(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table, aligned, so that it can be read and pasted."""
+    rows = [headings, *body]
+    widths = [max(len(line[i]) for line in rows) for i in range(len(headings))]
     lines = [
         "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
         for line in rows
@@ -86,8 +149,10 @@ def write_json(path: Path, points: Sequence[Point], about: dict[str, Any]) -> No
 
 
 def write_plot(path: Path, points: Sequence[Point], title: str) -> None:
-    """Throughput and latency against concurrency; below, against the rate of arrival."""
+    """Throughput and latency against concurrency; below, against the rate of arrival. Greedy."""
     import matplotlib as mpl
+
+    points = [point for point in points if not point.sampled]
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt

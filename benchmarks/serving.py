@@ -1,57 +1,74 @@
 """Latency and throughput of serving, continuous batching (`fcfs`) beside `static`.
 
-`python -m benchmarks.serving` starts a stack of its own for each policy, with the same worker
-settings, and measures closed loops and Poisson arrivals of random prompts. Prompts are token ids,
-so lengths are exact; end-of-sequence tokens are ignored, so every answer has exactly the tokens
-asked for, which is checked. Warm-up prompts differ from the measured ones, and no two prompts share
-a block: the prefix-hit rate must be 0. Prints a table, writes JSON and a PNG.
+`python -m benchmarks.serving` first measures the machine's floor (benchmarks.floor), then starts a
+stack of its own for each policy, with the same worker settings, and measures closed loops and
+Poisson arrivals of random prompts. Prompts are token ids, so lengths are exact; end-of-sequence
+tokens are ignored, so every answer has exactly the tokens asked for, which is checked. Warm-up
+prompts differ from the measured ones, and no two prompts share a block: the prefix-hit rate must be
+0. The first policy is also measured with sampled requests, and once more in the arithmetic of
+QUIRE_DETERMINISTIC=1, whose price that shows. Prints tables of the loads, of what a step takes
+besides its forward, of the floor and of the goals; writes JSON and a PNG.
 """
 
 import argparse
 import asyncio
 import contextlib
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks import measure, report, target
+from benchmarks import floor, goals, measure, report, target
 from benchmarks.client import Client
+from benchmarks.floor import Floor
 from benchmarks.measure import Counters, Load, Point
 from benchmarks.stack import ROOT, Metrics, Stack, StackError, fetch
+from benchmarks.steps import StepCounts
 from benchmarks.workload import Job, Shape, jobs
 
 CONCURRENCY = (1, 8, 32, 64)
-QUICK_CONCURRENCY = (1, 8)
+QUICK_CONCURRENCY = (1, 32)
+SAMPLED_AT = (32,)  # clients of the loads that are sampled as well
+DETERMINISTIC_AT = (1, 32)  # and of those in deterministic arithmetic
 # Poisson rates, as shares of the best request rate that the first policy reached in closed loop.
 LOAD_SHARES = (0.5, 0.8)
 QUICK_LOAD_SHARES = (0.6,)
 WARM_UP_REQUESTS = 4
+DETERMINISTIC = ", deterministic"  # behind the policy's name
+DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A gateway, and the scheduler's metrics if their address is known."""
+    """A gateway, and the scheduler's and the workers' metrics if their addresses are known."""
 
     client: Client
     model: str
     metrics_url: str
+    worker_urls: tuple[str, ...] = ()
 
     def counters(self) -> Counters | None:
         """Totals now; None if they can't be known."""
         if not self.metrics_url:
             return None
-        status, text = fetch(self.metrics_url)
-        if status != 200:
-            raise StackError(f"{self.metrics_url} answered {status}")
-        scrape = Metrics(text)
+        scheduler = _scrape(self.metrics_url)
+        workers = [_scrape(url) for url in self.worker_urls]
         return Counters(
-            prefix_queries=scrape.total("vllm:prefix_cache_queries_total"),
-            prefix_hits=scrape.total("vllm:prefix_cache_hits_total"),
-            preemptions=scrape.total("vllm:num_preemptions_total"),
+            prefix_queries=scheduler.total("vllm:prefix_cache_queries_total"),
+            prefix_hits=scheduler.total("vllm:prefix_cache_hits_total"),
+            preemptions=scheduler.total("vllm:num_preemptions_total"),
+            steps=StepCounts.of(workers) if workers else None,
         )
+
+
+def _scrape(url: str) -> Metrics:
+    status, text = fetch(url)
+    if status != 200:
+        raise StackError(f"{url} answered {status}")
+    return Metrics(text)
 
 
 def say(text: str) -> None:
@@ -67,7 +84,7 @@ async def run_load(at: Target, policy: str, load: Load, shape: Shape, seed: str)
     warm_bodies = [job.body(at.model) for job in warm]
     await measure.closed_loop(at.client, warm_bodies, min(len(warm), int(max(1, load.level))))
     work: list[Job] = jobs(f"{seed}-{load.label}", load.num_requests, shape)
-    bodies = [job.body(at.model) for job in work]
+    bodies = [job.body(at.model, **load.settings(i)) for i, job in enumerate(work)]
     before = await asyncio.to_thread(at.counters)
     if load.kind == "closed":
         answers = await measure.closed_loop(at.client, bodies, int(load.level))
@@ -104,6 +121,11 @@ def closed_loads(options: argparse.Namespace) -> list[Load]:
     ]
 
 
+def sampled_loads(loads: Sequence[Load]) -> list[Load]:
+    """Those of the closed loops that are measured with sampled requests too."""
+    return [replace(load, sampled=True) for load in loads if load.level in SAMPLED_AT]
+
+
 def poisson_loads(options: argparse.Namespace, points: Sequence[Point]) -> list[Load]:
     """Rates as asked, or as shares of the best closed loop."""
     rates = options.rates
@@ -120,23 +142,42 @@ def poisson_loads(options: argparse.Namespace, points: Sequence[Point]) -> list[
 
 
 @contextlib.contextmanager
-def own_stack(policy: str, options: argparse.Namespace) -> Iterator[Target]:
-    """A stack with that policy; all else is the same."""
+def own_stack(
+    policy: str, options: argparse.Namespace, more: Mapping[str, str] | None = None
+) -> Iterator[Target]:
+    """A stack with that policy and `more` settings; all else is the same."""
     settings = {
         **dict(pair.split("=", 1) for pair in options.set),
         "QUIRE_SCHEDULING_POLICY": policy,
         "QUIRE_STATIC_BATCH_SIZE": str(options.static_batch_size),
+        **(more or {}),
     }
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
-        say(f"starting Quire with {policy}")
+        say(
+            " ".join(
+                (f"starting Quire with {policy}", *(f"{k}={v}" for k, v in (more or {}).items()))
+            )
+        )
         model = target.model_folder(options.model)
         with Stack(Path(folder), model=model, workers=options.workers, settings=settings) as stack:
-            metrics_url = f"http://127.0.0.1:{stack.scheduler.ports['ops']}/metrics"
-            yield Target(client=stack.client, model=stack.model_name, metrics_url=metrics_url)
+            scheduler, *workers = (
+                f"http://127.0.0.1:{process.ports['ops']}/metrics"
+                for process in (stack.scheduler, *stack.workers)
+            )
+            yield Target(
+                client=stack.client,
+                model=stack.model_name,
+                metrics_url=scheduler,
+                worker_urls=tuple(workers),
+            )
 
 
-def measure_all(options: argparse.Namespace) -> list[Point]:
-    """Every policy; the Poisson rates of all are those found for the first."""
+def measure_all(options: argparse.Namespace, *, deterministic: bool) -> list[Point]:
+    """Every policy; the Poisson rates of all are those found for the first.
+
+    The first one is measured with sampled requests too and, if that can be had, in `deterministic`
+    arithmetic.
+    """
     if options.base_url:
         client, model = target.running(options.base_url)
         at = Target(client=client, model=model, metrics_url=options.scheduler_metrics)
@@ -144,19 +185,44 @@ def measure_all(options: argparse.Namespace) -> list[Point]:
         return closed + run_policy(at, "running", poisson_loads(options, closed), options)
     points: list[Point] = []
     open_loads: list[Load] = []
+    loads = closed_loads(options)
     for policy in options.policies:
+        first = policy == options.policies[0]
         with own_stack(policy, options) as at:
-            closed = run_policy(at, policy, closed_loads(options), options)
+            closed = run_policy(at, policy, loads, options)
             open_loads = open_loads or poisson_loads(options, closed)
-            points += closed + run_policy(at, policy, open_loads, options)
+            more = [*(sampled_loads(loads) if first else ()), *open_loads]
+            points += closed + run_policy(at, policy, more, options)
+        again = [load for load in loads if load.level in DETERMINISTIC_AT]
+        if first and deterministic and again:
+            with own_stack(policy, options, {"QUIRE_DETERMINISTIC": "1"}) as at:
+                points += run_policy(at, f"{policy}{DETERMINISTIC}", again, options)
     return points
+
+
+def price(points: Sequence[Point], policy: str) -> list[str]:
+    """A line for each load that was measured in deterministic arithmetic too."""
+    lines = []
+    for again in points:
+        if again.policy == f"{policy}{DETERMINISTIC}":
+            plain = next(p for p in points if p.policy == policy and _same_load(p, again))
+            lines.append(
+                f"QUIRE_DETERMINISTIC=1 at {again.level:g} clients: "
+                f"{again.output_tokens_per_s / plain.output_tokens_per_s:.2f} of the tokens/s, "
+                f"{again.gap_p50_ms / max(plain.gap_p50_ms, 1e-9):.2f} of the median gap"
+            )
+    return lines
+
+
+def _same_load(one: Point, other: Point) -> bool:
+    return (one.kind, one.level, one.sampled) == (other.kind, other.level, other.sampled)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="about two minutes; figures are rough")
+    add("--quick", action="store_true", help="at most five minutes; figures are rough")
     add("--policies", nargs="+", default=["fcfs", "static"], metavar="P")
     add("--concurrency", nargs="+", type=int, metavar="N", help="closed-loop clients")
     add("--rates", nargs="*", type=float, metavar="R", help="Poisson arrivals per second")
@@ -176,11 +242,41 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def measure_floor(options: argparse.Namespace) -> Floor:
+    """In the dtype that is served: as set, or what a worker takes here. Raises StackError."""
+    chosen = dict(pair.split("=", 1) for pair in options.set).get("QUIRE_DTYPE", "")
+    say("measuring the machine's floor")
+    try:
+        found = floor.in_a_process(DTYPES.get(chosen, ""), quick=options.quick)
+    except OSError as error:
+        raise StackError(str(error)) from error
+    say(f"  {json.dumps(found.as_dict())}")
+    return found
+
+
+def print_report(points: Sequence[Point], found: Floor, options: argparse.Namespace) -> None:
+    """All tables."""
+    policy = points[0].policy
+    print(report.table(points))
+    print(
+        "\nWhat a worker's step takes besides its forward, medians in ms (benchmarks/steps.py):\n"
+    )
+    print(report.step_table(points))
+    print("", *price(points, policy), sep="\n")
+    print(f"\nThe floor by plain torch in {found.dtype} on {found.threads} threads:\n")
+    print(report.floor_table(found))
+    if points and not options.model:
+        print("\nGoals, multiplied by what the floor that bounds them is today:\n")
+        print(report.goal_table(goals.verdicts(found, points, policy)))
+    print()
+
+
 def main(argv: Sequence[str]) -> int:
     """Measures and reports. Status 1 if an answer was wrong or a prompt hit the prefix cache."""
     options = parse(argv)
     try:
-        points = measure_all(options)
+        found = measure_floor(options)
+        points = measure_all(options, deterministic=found.native)
     except StackError as error:
         print(f"[bench] {error}", file=sys.stderr)
         return 1
@@ -191,6 +287,9 @@ def main(argv: Sequence[str]) -> int:
         "settings": options.set,
         "static_batch_size": options.static_batch_size,
         "workers": options.workers,
+        "floor": found.as_dict(),
+        "floor_of_the_goals": {name: asdict(of) for name, of in goals.REFERENCE.items()},
+        "goals": [of.as_dict() for of in goals.verdicts(found, points, points[0].policy)],
     }
     json_path, png_path = (options.out / f"serving-{stamp}.{end}" for end in ("json", "png"))
     report.write_json(json_path, points, about)
@@ -200,7 +299,7 @@ def main(argv: Sequence[str]) -> int:
         f"{about_machine['cpu']}, commit {about_machine['commit'] or 'unknown'}"
     )
     report.write_plot(png_path, points, title)
-    print(report.table(points))
+    print_report(points, found, options)
     cached = sum(point.cached_tokens for point in points)
     worst = max(point.hit_rate for point in points)
     known = all(point.prefix_queries for point in points)

@@ -83,6 +83,17 @@ class Metrics:
             raise KeyError(name)
         return float(sum(found))
 
+    def buckets(self, name: str, **labels: str) -> dict[float, float]:
+        """A histogram with these labels: observations up to each bound. Raises KeyError."""
+        found: dict[float, float] = {}
+        for sample in self._samples:
+            if sample.name == f"{name}_bucket" and labels.items() <= sample.labels.items():
+                bound = float(sample.labels["le"])
+                found[bound] = found.get(bound, 0.0) + sample.value
+        if not found:
+            raise KeyError(name)
+        return found
+
 
 class Process:
     """One process and its log. `start` may be called again after it has ended."""

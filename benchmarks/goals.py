@@ -1,0 +1,148 @@
+"""The goals of serving SmolLM2-135M on two cores, and how far today's machine moves them.
+
+The goals were set on a machine whose floor is REFERENCE: 2 cores of an AMD EPYC with AVX-512 and
+bf16 arithmetic, torch 2.13, bf16. Another machine, or the same one on another day, has another
+floor: each goal is multiplied by probe / reference of what bounds it (for a rate that rises as a
+time falls, by reference / probe). Times outside the forward have no such floor and stay.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.floor import Floor
+from benchmarks.measure import Point
+
+MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A figure of the machine on which the goals were set."""
+
+    meaning: str
+    value: float
+    unit: str
+    is_time: bool = False
+
+
+REFERENCE = {
+    "read": Reference(meaning="memory, reading", value=29.6, unit="GB/s"),
+    "copy": Reference(meaning="memory, a copy's reading and writing", value=27.5, unit="GB/s"),
+    "linear 1": Reference(
+        meaning="all linear layers and the head, 1 row", value=19.7, unit="ms", is_time=True
+    ),
+    "linear 8": Reference(
+        meaning="all linear layers and the head, 8 rows", value=24.3, unit="ms", is_time=True
+    ),
+    "linear 32": Reference(
+        meaning="all linear layers and the head, 32 rows", value=40.1, unit="ms", is_time=True
+    ),
+    "gathered": Reference(
+        meaning="decode attention 32 x 509, gathered by torch", value=0.79, unit="GB/s"
+    ),
+    "blocks": Reference(
+        meaning="decode attention 32 x 509, native over the blocks", value=19.0, unit="GB/s"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What is to be reached; `floor` names the reference that bounds it, "" for none."""
+
+    meaning: str
+    value: float
+    unit: str
+    at_least: bool
+    floor: str = ""
+
+
+THROUGHPUT = Goal(
+    meaning="output tokens, 32 clients", value=230.0, unit="tok/s", at_least=True, floor="linear 32"
+)
+GAP = Goal(meaning="median gap, 1 client", value=32.0, unit="ms", at_least=False, floor="linear 1")
+ATTENTION = Goal(
+    meaning="decode attention, 32 x 509", value=15.0, unit="GB/s", at_least=True, floor="read"
+)
+OUTSIDE = Goal(
+    meaning="outside the forward, 32 clients, greedy", value=4.0, unit="ms", at_least=False
+)
+OUTSIDE_SAMPLED = Goal(
+    meaning="outside the forward, 32 clients, sampled", value=8.0, unit="ms", at_least=False
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A goal, what the day makes of it, and what was measured (None: it was not)."""
+
+    goal: Goal
+    factor: float
+    found: float | None
+
+    @property
+    def scaled(self) -> float:
+        """The goal for this machine today."""
+        return self.goal.value * self.factor
+
+    @property
+    def text(self) -> str:
+        """Against the scaled goal."""
+        if self.found is None:
+            return "not measured"
+        met = self.found >= self.scaled if self.goal.at_least else self.found <= self.scaled
+        return "met" if met else "missed"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **asdict(self.goal),
+            "factor": self.factor,
+            "scaled": self.scaled,
+            "found": self.found,
+            "verdict": self.text,
+        }
+
+
+def probed(floor: Floor) -> dict[str, float | None]:
+    """The day's figure of each reference; None where there are no native kernels."""
+    return {
+        "read": floor.read_gb_per_s,
+        "copy": floor.copy_gb_per_s,
+        **{f"linear {rows}": floor.step_ms(rows) for rows in (1, 8, 32)},
+        "gathered": floor.attention_gb_per_s["torch"],
+        "blocks": floor.attention_gb_per_s.get("native"),
+    }
+
+
+def factor(goal: Goal, floor: Floor) -> float:
+    """What the goal is multiplied by."""
+    if not goal.floor:
+        return 1.0
+    reference, today = REFERENCE[goal.floor], probed(floor)[goal.floor]
+    assert today is not None, "no goal hangs on a figure that may be missing"
+    ratio = today / reference.value
+    rises_with_it = reference.is_time != goal.at_least
+    return ratio if rises_with_it else 1.0 / ratio
+
+
+def verdicts(floor: Floor, points: Sequence[Point], policy: str) -> list[Verdict]:
+    """Of all goals, by the points of the policy that serves by default."""
+
+    def point(level: int, *, sampled: bool = False) -> Point | None:
+        wanted = (policy, "closed", level, sampled)
+        return next((p for p in points if (p.policy, p.kind, p.level, p.sampled) == wanted), None)
+
+    def outside(of: Point | None) -> float | None:
+        return of.steps.outside_ms if of and of.steps else None
+
+    one, many = point(1), point(32)
+    found = (
+        (THROUGHPUT, many.output_tokens_per_s if many else None),
+        (GAP, one.gap_p50_ms if one else None),
+        (ATTENTION, floor.attention_gb_per_s.get("native")),
+        (OUTSIDE, outside(many)),
+        (OUTSIDE_SAMPLED, outside(point(32, sampled=True))),
+    )
+    return [Verdict(goal=goal, factor=factor(goal, floor), found=value) for goal, value in found]
