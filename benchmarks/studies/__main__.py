@@ -1,4 +1,4 @@
-"""`python -m benchmarks.studies [a b c d e f] [--quick]`: what each decision is worth.
+"""`python -m benchmarks.studies [a a32 b c d e f] [--quick]`: what each decision is worth.
 
 Each study starts a stack of its own for every run: the real model on a CPU worker, gateway, Redis
 and scheduler, the same code, one setting changed. Prints a table, writes JSON and a PNG, and, where

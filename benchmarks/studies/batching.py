@@ -5,6 +5,7 @@ of a batch has ended. Outputs are exponential, cut; one seed fixes lengths and p
 """
 
 import asyncio
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,15 +17,15 @@ from benchmarks.workload import Job, Shape, jobs
 SEED, NUM_REQUESTS, QUICK_REQUESTS = 7, 256, 24
 MEAN_OUTPUT, MAX_OUTPUT, QUICK_MAX_OUTPUT = 128, 512, 64
 SMALL, LARGE = 8, 32
-# Name of the run, policy, batch of `static`, slots.
-RUNS = (
-    (f"static, {SMALL}", "static", SMALL, 256),
-    ("continuous", "fcfs", SMALL, 256),
-    (f"continuous, {SMALL}", "fcfs", SMALL, SMALL),
-    (f"static, {LARGE}", "static", LARGE, 256),
-    (f"continuous, {LARGE}", "fcfs", LARGE, LARGE),
-)
-QUICK_RUNS = (RUNS[0], RUNS[2])
+# Slots unless the run bounds them: the setting's default.
+SLOTS = 256
+# Name of the run, policy, batch of `static` or bound of the slots.
+Run = tuple[str, str, int]
+
+
+def equal_runs(batch: int) -> tuple[Run, Run]:
+    """Both policies with the same batch."""
+    return (f"static, {batch}", "static", batch), (f"continuous, {batch}", "fcfs", batch)
 
 
 def exponential_jobs(count: int, *, mean: float, most: int, seed: int) -> list[Job]:
@@ -52,16 +53,19 @@ async def _run(at: Target, work: Sequence[Job]) -> dict[str, Any]:
     }
 
 
-def measure(bench: Bench) -> Iterator[Row]:
-    """A row for each of the runs."""
+def measure(bench: Bench, batch: int, *, unbound: bool) -> Iterator[Row]:
+    """Both policies with that batch; `unbound` adds continuous batching with all slots."""
+    runs: tuple[Run, ...] = equal_runs(batch)
+    if unbound and not bench.quick:
+        runs = (*runs, ("continuous", "fcfs", SLOTS))
     count, most = (QUICK_REQUESTS, QUICK_MAX_OUTPUT) if bench.quick else (NUM_REQUESTS, MAX_OUTPUT)
     mean = most / 4 if bench.quick else MEAN_OUTPUT
     work = exponential_jobs(count, mean=mean, most=most, seed=SEED)
-    for label, policy, batch, slots in QUICK_RUNS if bench.quick else RUNS:
+    for label, policy, size in runs:
         settings: dict[str, object] = {
             "scheduling_policy": policy,
-            "static_batch_size": batch,
-            "max_num_seqs": slots,
+            "static_batch_size": size,
+            "max_num_seqs": SLOTS if policy == "static" else size,
         }
         with bench.stack(label, **settings) as at:
             row = asyncio.run(_run(at, work))
@@ -71,30 +75,28 @@ def measure(bench: Bench) -> Iterator[Row]:
         yield {"run": label, **row, "problems": problems}
 
 
-def sentences(rows: Sequence[Row]) -> str:
-    """Throughput and latency, at the usual and at equal batch."""
+def sentences(rows: Sequence[Row], batch: int) -> str:
+    """Throughput and latency, at an equal batch and, where it was measured, with all slots."""
     run = by_label(rows)
-    static, equal = run[f"static, {SMALL}"], run[f"continuous, {SMALL}"]
-    best = run.get("continuous", equal)
+    static, equal = run[f"static, {batch}"], run[f"continuous, {batch}"]
+    best = run.get("continuous")
 
-    def times(new: Row, old: Row) -> str:
-        return f"{new['tokens_per_s'] / old['tokens_per_s']:.2f}"
+    def times(new: Row) -> str:
+        return f"{new['tokens_per_s'] / static['tokens_per_s']:.2f} times"
 
-    usual = (
-        f"With all {static['requests']} requests queued at the start, continuous batching gives "
-        f"{best['tokens_per_s']:.0f} output tokens per second where static batches of {SMALL} "
-        f"give {static['tokens_per_s']:.0f}, {times(best, static)} times as many, and a request "
-        f"is answered after {best['latency_mean_s']:.0f} s on average instead of "
-        f"{static['latency_mean_s']:.0f} s."
+    text = (
+        f"With all {static['requests']} requests queued at the start, continuous batching at "
+        f"{batch} slots gives {equal['tokens_per_s']:.0f} output tokens per second where static "
+        f"batches of {batch} give {static['tokens_per_s']:.0f}, {times(equal)} as many"
     )
-    at_equal = f"At an equal batch of {SMALL} it is {times(equal, static)} times"
-    if f"static, {LARGE}" in run:
-        large = times(run[f"continuous, {LARGE}"], run[f"static, {LARGE}"])
-        at_equal += f" and at {LARGE} {large} times"
+    if best:
+        text += f", and {best['tokens_per_s']:.0f} with {SLOTS} slots, {times(best)} as many"
+    means = " and ".join(f"{row['latency_mean_s']:.0f} s" for row in (equal, best) if row)
     return (
-        f"{usual} {at_equal}: no slot stands empty until the longest output of its batch has "
-        f"ended, so that at {SMALL} slots {equal['steps']:,.0f} steps do what takes "
-        f"{static['steps']:,.0f} with static batches."
+        f"{text}. Requests are answered after {means} on average instead of "
+        f"{static['latency_mean_s']:.0f} s: no slot stands empty until the longest output of its "
+        f"batch has ended, so that at {batch} slots {equal['steps']:,.0f} steps do what takes "
+        f"{static['steps']:,.0f} in static batches."
     )
 
 
@@ -109,30 +111,40 @@ def draw(axes: Any, rows: Sequence[Row]) -> None:
     drawing.paired_bars(axes[1], labels, series, "time from queueing to the end, s")
 
 
-STUDY = Study(
-    letter="a",
-    title="Static against continuous batching",
-    question=(
-        "256 requests queued at the start, prompts of 64 to 192 tokens, outputs exponential with "
-        "mean 128 cut to 1 to 512 (seed 7), end-of-sequence ignored. `static` takes its next batch "
-        "as soon as the one before has ended; the number is the batch, for `continuous` the slots "
-        "(256 without one). No prompt token may come from the prefix cache."
-    ),
-    columns=(
-        Column(key="run", heading="run"),
-        Column(key="tokens_per_s", heading="out tok/s", spec=".1f"),
-        Column(key="took_s", heading="took s", spec=".0f"),
-        Column(key="latency_mean_s", heading="latency mean s", spec=".1f"),
-        Column(key="latency_p50_s", heading="p50", spec=".1f"),
-        Column(key="latency_p90_s", heading="p90", spec=".1f"),
-        Column(key="latency_p99_s", heading="p99", spec=".1f"),
-        Column(key="ttft_p50_ms", heading="TTFT p50 ms", spec=",.0f"),
-        Column(key="gap_p50_ms", heading="gap p50 ms", spec=".0f"),
-        Column(key="gap_p99_ms", heading="p99", spec=".0f"),
-        Column(key="steps", heading="steps", spec=",.0f"),
-        Column(key="prefix_hits", heading="prefix hits", spec=".0f"),
-    ),
-    measure=measure,
-    sentences=sentences,
-    draw=draw,
+COLUMNS = (
+    Column(key="run", heading="run"),
+    Column(key="tokens_per_s", heading="out tok/s", spec=".1f"),
+    Column(key="took_s", heading="took s", spec=".0f"),
+    Column(key="latency_mean_s", heading="latency mean s", spec=".1f"),
+    Column(key="latency_p50_s", heading="p50", spec=".1f"),
+    Column(key="latency_p90_s", heading="p90", spec=".1f"),
+    Column(key="latency_p99_s", heading="p99", spec=".1f"),
+    Column(key="ttft_p50_ms", heading="TTFT p50 ms", spec=",.0f"),
+    Column(key="gap_p50_ms", heading="gap p50 ms", spec=".0f"),
+    Column(key="gap_p99_ms", heading="p99", spec=".0f"),
+    Column(key="steps", heading="steps", spec=",.0f"),
+    Column(key="prefix_hits", heading="prefix hits", spec=".0f"),
 )
+
+
+def study(letter: str, batch: int, *, unbound: bool) -> Study:
+    """The same requests at one batch."""
+    return Study(
+        letter=letter,
+        title=f"Static against continuous batching, batch {batch}",
+        question=(
+            "256 requests queued at the start, prompts of 64 to 192 tokens, outputs exponential "
+            "with mean 128 cut to 1 to 512 (seed 7), end-of-sequence ignored. `static` takes its "
+            "next batch as soon as the one before has ended; the number is the batch, for "
+            f"`continuous` the slots ({SLOTS} without one). No prompt token may come from the "
+            "prefix cache."
+        ),
+        columns=COLUMNS,
+        measure=functools.partial(measure, batch=batch, unbound=unbound),
+        sentences=functools.partial(sentences, batch=batch),
+        draw=draw,
+    )
+
+
+STUDY = study("a", SMALL, unbound=True)
+LARGE_STUDY = study("a32", LARGE, unbound=False)

@@ -7,6 +7,7 @@ STUDIES: dict[str, Study] = {
     study.letter: study
     for study in (
         batching.STUDY,
+        batching.LARGE_STUDY,
         memory.STUDY,
         chunking.STUDY,
         block_size.STUDY,

@@ -68,7 +68,7 @@ def test_sentences_have_their_numbers_from_the_rows() -> None:
     ]
     text = STUDIES["a"].sentences(rows)
     assert by_label(rows)["continuous"] is rows[1]
-    for words in ("150 output", "give 50, 3.00 times", "99 s", "300 s", "batch of 8 it is 2.00"):
+    for words in ("gives 100", "give 50, 2.00 times", "150 with", "3.00 times", "99 s", "300 s"):
         assert words in text
 
 
