@@ -32,6 +32,7 @@ SHAPE = Shape(prompt=(32, 96), output=(96, 192))
 # More than a client gets through.
 JOBS_PER_CLIENT = 256
 MODES = ("swap", "recompute")
+PARTS = ("pool", *MODES)
 PREEMPTIONS = "quire:preemptions_total"
 COMMON = {
     "QUIRE_DETERMINISTIC": "1",
@@ -77,7 +78,7 @@ def block_gib(model: str) -> float:
 
 
 def parts(num_blocks: int, gib_per_block: float) -> list[Part]:
-    """The constrained runs of a stack with num_blocks."""
+    """The constrained runs of a stack with num_blocks: a small host pool, and one way made dear."""
     blocks = {"QUIRE_NUM_GPU_BLOCKS_OVERRIDE": str(num_blocks)}
     large = f"{3 * num_blocks * gib_per_block:.6f}"
     # Room for a tenth of what the device holds, a few requests.
@@ -86,19 +87,19 @@ def parts(num_blocks: int, gib_per_block: float) -> list[Part]:
     dear_copies = {"QUIRE_SWAP_GBPS_OVERRIDE": "0.001"}
     return [
         Part(
-            name="small host pool",
+            name="pool",
             share=1.0,
             settings={**blocks, "QUIRE_SWAP_SPACE_GIB": small},
             must=MODES,
         ),
         Part(
-            name="computing is dear",
+            name="swap",
             share=0.5,
             settings={**blocks, "QUIRE_SWAP_SPACE_GIB": large, **dear_tokens},
             must=("swap",),
         ),
         Part(
-            name="copying is dear",
+            name="recompute",
             share=0.5,
             settings={**blocks, "QUIRE_SWAP_SPACE_GIB": large, **dear_copies},
             must=("recompute",),
@@ -128,11 +129,12 @@ def counted(metrics: Metrics) -> dict[str, int]:
 def run(
     model: str, settings: dict[str, str], work: Sequence[Sequence[Job]], seconds: float
 ) -> tuple[Tally, dict[str, int]]:
-    """One stack; what its clients saw, and its preemptions."""
+    """One stack; what its clients saw, and its preemptions. Raises KeyError without counters."""
     with (
         tempfile.TemporaryDirectory(prefix="quire-pressure-") as folder,
         Stack(Path(folder), model=model, settings={**COMMON, **settings}) as stack,
     ):
+        counted(stack.scheduler.metrics())
         tally = asyncio.run(
             soak(
                 stack.client,
@@ -151,14 +153,18 @@ def say(text: str) -> None:
     print(f"[pressure] {text}", flush=True)
 
 
-def press(model: str, *, clients: int, seconds: float, least: int) -> dict[str, object]:
-    """All parts and the comparison; `problems` is empty if all is well."""
+def press(
+    model: str, *, clients: int, seconds: float, least: int, names: Sequence[str] = PARTS
+) -> dict[str, object]:
+    """Those parts and the comparison; `problems` is empty if all is well."""
     work = make_work(clients)
     num_blocks = int(needed_blocks(work) * SHARE)
     problems: list[str] = []
     results: list[tuple[Part, Tally]] = []
     shown: dict[str, object] = {}
     for part in parts(num_blocks, block_gib(model)):
+        if part.name not in names:
+            continue
         say(f"{part.name}: {num_blocks} blocks, {clients} clients, {seconds * part.share:.0f} s")
         tally, counts = run(model, part.settings, work, seconds * part.share)
         say(f"  {tally.num_streams} answers, {len(tally.problems)} not whole, {counts}")
@@ -189,6 +195,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=300.0, help="of each of the two runs")
     parser.add_argument("--least", type=int, default=20, help="swaps, and recomputations, of each")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--model", default="", help="folder; default: the launcher's model cache")
     options = parser.parse_args(argv)
     try:
@@ -197,6 +204,7 @@ def main(argv: Sequence[str]) -> int:
             clients=options.clients,
             seconds=options.seconds,
             least=options.least,
+            names=options.parts,
         )
     except StackError as error:
         print(f"[pressure] {error}", file=sys.stderr)

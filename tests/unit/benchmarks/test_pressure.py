@@ -44,6 +44,7 @@ def test_host_pools_are_small_and_large(tmp_path: Path) -> None:
     assert 30 <= float(small.settings["QUIRE_SWAP_SPACE_GIB"]) / gib < 31
     assert all(float(o.settings["QUIRE_SWAP_SPACE_GIB"]) / gib >= 899 for o in others)
     assert sum(part.share for part in others) == 1
+    assert tuple(part.name for part in (small, *others)) == pressure.PARTS
     assert {mode for part in others for mode in part.must} == {"swap", "recompute"}
 
 
