@@ -1,7 +1,8 @@
 """The worker's runner on the device against transformers: a Llama of 1B shape, random weights.
 
 In fp32 tokens and logits must be transformers' own but for rounding; in bf16, as served, logits
-must point the same way. Then steps of many decoding requests are timed.
+must point the same way. A row whose blocks go to host memory and back must go on as if they had
+stayed. Then steps of many decoding requests are timed.
 """
 
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from benchmarks.gpu.common import Place, emit, place
 from gpu_worker import sampler, settings
-from gpu_worker.ports import SamplingSpec, ScheduledRow
+from gpu_worker.ports import Operation, OperationKind, SamplingSpec, ScheduledRow
 from gpu_worker.runner import TorchRunner, load_runner
 from tests.parity.fake_scheduler import FakeScheduler, Request
 
@@ -154,6 +155,59 @@ def make_requests(where: Place) -> list[Request]:
     return requests
 
 
+def swap(runner: TorchRunner, dtype: str, where: Place) -> bool:
+    """A decode step over blocks that stayed, and over copies that went by way of the host.
+
+    While they go out another row computes, and then writes where they were.
+    """
+    info = runner.info
+    size, num_blocks = info.cache_group.block_size, 2 if where.dry else 32
+    tokens = [(7 * i + 3) % info.vocab_size for i in range(num_blocks * size)]
+    old, new = range(num_blocks), range(num_blocks, 2 * num_blocks)
+    host = range(num_blocks - 1, -1, -1)
+
+    def step(start: int, end: int, blocks: Any) -> tuple[tuple[int | None, ...], Any]:
+        row = ScheduledRow(
+            slot=0,
+            token_ids=tokens[start:end],
+            start=start,
+            block_ids=blocks,
+            samples=True,
+            output_position=0,
+            sampling=SamplingSpec(max_tokens=1, num_logprobs=5),
+        )
+        output = runner.run([row])
+        return output.token_ids, output.logprobs
+
+    def copy(op_id: int, kind: OperationKind, source: Any, target: Any) -> None:
+        operation = Operation(op_id=op_id, kind=kind, source_blocks=source, target_blocks=target)
+        runner.begin_operations([operation])
+
+    last = len(tokens) - 1
+    step(0, last, old)
+    expected = step(last, last + 1, old)
+    copy(1, OperationKind.SWAP_OUT, old, host)
+    at_once = list(runner.finished_operations(wait=False))
+    step(0, last, new)
+    done = [*at_once, *runner.finished_operations(wait=True)]
+    step(0, size, old[:1])
+    copy(2, OperationKind.SWAP_IN, host, new)
+    done += runner.finished_operations(wait=True)
+    copy(3, OperationKind.COPY, new[:1], old[-1:])
+    done += runner.finished_operations(wait=True)
+    passed = done == [1, 2, 3] and step(last, last + 1, (old[-1], *new[1:])) == expected
+    emit(
+        check="swap",
+        dtype=dtype,
+        blocks=num_blocks,
+        done_at_once=bool(at_once),
+        out_gb_per_s=round(info.swap_out_gb_per_s, 2),
+        in_gb_per_s=round(info.swap_in_gb_per_s, 2),
+        passed=passed,
+    )
+    return passed
+
+
 def time_decodes(runner: TorchRunner, where: Place, deadline: float) -> None:
     """A step of rows that decode, wall time; the best of some."""
     size = runner.info.cache_group.block_size
@@ -208,13 +262,14 @@ def main(argv: list[str]) -> None:
             requests = make_requests(where)
             kept = recorded(runner, requests, 8 if where.dry else 256)
             passed &= parity(folder, dtype, where, requests, kept)
+            passed &= swap(runner, dtype, where)
             if dtype == "bfloat16":
                 time_decodes(runner, where, deadline)
             del runner, kept
             if not where.dry:
                 torch.cuda.empty_cache()
     if not passed:
-        raise SystemExit("the worker's logits are not transformers'")
+        raise SystemExit("the worker's logits are not transformers', or change with a swap")
 
 
 if __name__ == "__main__":

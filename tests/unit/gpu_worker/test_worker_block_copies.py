@@ -224,6 +224,7 @@ def test_bandwidth_is_bytes_over_the_best_time(monkeypatch: pytest.MonkeyPatch) 
     """12 bytes a block, eight blocks: 96 bytes a copy. Rounds take 3, 2 and 4 ns, in and out."""
     side = SlowLane()
     copies = BlockCopies(numbered(8, 0), numbered(9, 0), main=AtOnce(), side=side)
+    monkeypatch.setattr(block_copies, "MEASURED_RUNS", 3)
     durations = [3, 2, 4] * 2 + [6, 4, 8] + [12, 9, 8]
     ticks = [tick for duration in durations for tick in (1000, 1000 + duration)]
     clock = SimpleNamespace(perf_counter_ns=lambda: ticks.pop(0))

@@ -10,6 +10,7 @@ from gpu_worker import settings
 from gpu_worker.settings import WorkerSettings
 from servicekit.catalogue import CATALOGUE, WORKER
 from servicekit.settings import SettingsError
+from tests.stub_worker.__main__ import options_for
 
 SERVICE_MODULES = [
     "__main__",
@@ -21,6 +22,7 @@ SERVICE_MODULES = [
     "grpc_service",
     "messages",
     "metrics",
+    "operations",
     "ports",
     "replica",
     "session",
@@ -41,6 +43,21 @@ def test_flags_win_over_variables_and_variables_over_defaults() -> None:
         {"QUIRE_BLOCK_SIZE": "64", "QUIRE_MAX_NUM_SEQS": "7", "QUIRE_PORT": "1"},
     )
     assert (read.block_size, read.max_num_seqs, read.outbox_batches) == (32, 7, 4096)
+
+
+def test_swap_space_is_by_memory_unless_it_is_set() -> None:
+    assert settings.load([], {}).swap_space_gib == -1.0
+    assert settings.load([], {"QUIRE_SWAP_SPACE_GIB": "0"}).swap_space_gib == 0.0
+    assert settings.load([], {"QUIRE_SWAP_SPACE_GIB": "2.5"}).swap_space_gib == 2.5
+    with pytest.raises(SettingsError, match="QUIRE_SWAP_SPACE_GIB"):
+        settings.load([], {"QUIRE_SWAP_SPACE_GIB": "-2"})
+
+
+@pytest.mark.parametrize(("gib", "expected"), [("", 4096), ("0", 0), ("0.5", 2**19)])
+def test_the_stub_takes_its_host_blocks_from_the_same_setting(gib: str, expected: int) -> None:
+    read = settings.load(["--model", "none"], {"QUIRE_SWAP_SPACE_GIB": gib})
+    assert options_for(read, {}).num_host_blocks == expected
+    assert options_for(read, {"STUB_NUM_HOST_BLOCKS": "7"}).num_host_blocks == 7
 
 
 @pytest.mark.parametrize("variable", ["QUIRE_BLOCK_SIZ", "QUIRE_BLOCK_SIZE"])
