@@ -152,7 +152,8 @@ class TorchRunner:
                     self._model, self._context, step, token_ids, positions, logits_indices
                 )
             if device.type == "cuda":
-                torch.cuda.synchronize(device)
+                # Not for the whole device: swaps run on beside this step and the next.
+                torch.cuda.current_stream(device).synchronize()
         return logits, known
 
 
