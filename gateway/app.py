@@ -15,10 +15,11 @@ from gateway.adapters.tokenizer_hf import HfTokenizer, ModelFilesError, load_mod
 from gateway.adapters.tokens_grpc import TokensFleet
 from gateway.core.keys import KeysError
 from gateway.core.types import ModelInfo
-from gateway.engine import Engine, EngineConfig, equally
+from gateway.engine import Engine, EngineConfig
 from gateway.grpc_auth import KeyInterceptor, tenant
 from gateway.grpc_messages import CheckedMessages
 from gateway.grpc_service import SERVICE_NAME, InferenceService
+from gateway.intake import equally
 from gateway.metrics import GatewayMetrics
 from gateway.oip_service import SERVICE_NAME as OPEN_INFERENCE
 from gateway.oip_service import OpenInferenceService

@@ -62,6 +62,8 @@ def encode_request(request: QueuedRequest, gateway_id: str, reply_to: bytes) -> 
         traceparent=request.traceparent,
         tenant=request.tenant,
         tenant_weight=request.tenant_weight,
+        sample_index=request.sample_index,
+        sample_group=request.sample_group,
     )
     return queue_pb2.QueueEntry(request=queued).SerializeToString()
 
@@ -194,6 +196,7 @@ _NULLABLE = (
     "deadline_ms",
     "cache_salt",
     "user",
+    "n",
 )
 # And those that are true where they are not set.
 _TRUE_UNLESS_SET = ("skip_special_tokens", "add_special_tokens", "add_generation_prompt")
@@ -274,11 +277,14 @@ def echo(
     )
 
 
-def delta(chunk: Chunk, token_bytes: Callable[[int], bytes]) -> inference_pb2.GenerateResponse:
+def delta(
+    chunk: Chunk, token_bytes: Callable[[int], bytes], sample_index: int
+) -> inference_pb2.GenerateResponse:
     """A piece of an answer."""
     rows = [_token_logprob(entry, token_bytes) for entry in chunk.logprobs]
     return inference_pb2.GenerateResponse(
-        delta=inference_pb2.Delta(text=chunk.text, token_ids=chunk.token_ids, logprobs=rows)
+        delta=inference_pb2.Delta(text=chunk.text, token_ids=chunk.token_ids, logprobs=rows),
+        sample_index=sample_index,
     )
 
 
@@ -296,18 +302,22 @@ def _token_logprob(
     )
 
 
-def finished(reason: FinishReason, message: str, usage: Usage) -> inference_pb2.GenerateResponse:
-    """Last event of an answer."""
+def finished(
+    reason: FinishReason, message: str, usage: Usage | None, sample_index: int
+) -> inference_pb2.GenerateResponse:
+    """Last event of a sample; the last of all has the usage."""
+    found = None
+    if usage is not None:
+        found = common_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
     return inference_pb2.GenerateResponse(
         finished=inference_pb2.Finished(
-            finish_reason=common_pb2.FinishReason.ValueType(reason),
-            usage=common_pb2.Usage(
-                prompt_tokens=usage.prompt_tokens,
-                completion_tokens=usage.completion_tokens,
-                cached_tokens=usage.cached_tokens,
-            ),
-            message=message,
-        )
+            finish_reason=common_pb2.FinishReason.ValueType(reason), usage=found, message=message
+        ),
+        sample_index=sample_index,
     )
 
 

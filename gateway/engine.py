@@ -7,8 +7,6 @@ deadlines. A request leaves the table at its end and its client's side reads wha
 
 import asyncio
 import contextlib
-import math
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +14,8 @@ from dataclasses import dataclass, replace
 from gateway.core import validation
 from gateway.core.detokenizer import Detokenizer
 from gateway.core.errors import UnavailableError
-from gateway.core.output import Chunk, OutputAssembler
-from gateway.core.requests import CheckedPrompt, CheckedRequest, RawRequest
+from gateway.core.output import Chunk
+from gateway.core.requests import RawRequest
 from gateway.core.stream import Fed
 from gateway.core.types import (
     Admission,
@@ -25,13 +23,13 @@ from gateway.core.types import (
     LogprobRows,
     ModelInfo,
     Notice,
-    QueuedRequest,
     RequestId,
     Terminal,
     TokenBatch,
     TokenLogprob,
 )
 from gateway.core.wording import sentence
+from gateway.intake import Intake, equally
 from gateway.live import (
     CLIENT_GONE,
     DRAINING,
@@ -47,8 +45,6 @@ from servicekit import logs
 
 SWEEP_S = 0.25
 RETRY_S = 0.5
-# Tokens before the output that its first pieces may need: a character is at most four bytes.
-CONTEXT_TOKENS = 6
 MAX_STRANGERS = 10_000
 
 
@@ -59,11 +55,6 @@ class EngineConfig:
     default_deadline_s: float
     stall_s: float
     stream_buffer_tokens: int
-
-
-def equally(_: str) -> float:
-    """The share of a tenant where there are no keys."""
-    return 1.0
 
 
 class Engine:
@@ -86,8 +77,10 @@ class Engine:
         self._queue = queue
         self._fleet = fleet
         self._tokenizer = tokenizer
-        self._weight_of = weight_of
+        self._intake = Intake(tokenizer, config.default_deadline_s, weight_of)
         self._live: dict[RequestId, LiveRequest] = {}
+        # By the first of a call's requests: those that are live.
+        self._calls: dict[RequestId, list[LiveRequest]] = {}
         self._strangers: dict[RequestId, float] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -122,16 +115,18 @@ class Engine:
         return live
 
     async def submit_all(self, raws: Sequence[RawRequest]) -> list[LiveRequest]:
-        """The prompts of one request: all of them are queued, or none. Raises GatewayError."""
-        arrived_s = time.monotonic()
+        """The prompts of one request, n samples of each: all are queued, or none.
+
+        In the order of the choices. Raises GatewayError.
+        """
         if self.draining:
             raise UnavailableError(DRAINING.message, code=DRAINING.code)
-        lives = [
-            await self._prepare(checked, arrived_s)
-            for checked in validation.check_all(raws, self.model)
-        ]
+        checked = validation.check_all(raws, self.model)
+        lives = await self._intake.prepare(checked, self.max_model_len)
         await self._admit(lives)
-        for live, raw in zip(lives, raws, strict=True):
+        num_samples = len(lives) // len(raws)
+        for number, live in enumerate(lives):
+            raw = raws[number // num_samples]
             self._log.info(
                 "accepted",
                 request_id=live.public_id,
@@ -140,6 +135,7 @@ class Engine:
                 user=raw.user or "",
                 prompt_tokens=len(live.queued.prompt_token_ids),
                 max_tokens=live.queued.sampling.max_tokens,
+                sample_index=live.queued.sample_index,
             )
         return lives
 
@@ -156,19 +152,18 @@ class Engine:
         self._close(live, end)
 
     def cancel_by_id(self, public_id: str) -> bool:
-        """Ends a request by the id its client was given; False if it is not live here."""
+        """Ends a call's requests by the id its client was given; False if none is live here."""
         try:
-            live = self._live.get(RequestId(bytes.fromhex(public_id)))
+            lives = list(self._calls.get(RequestId(bytes.fromhex(public_id)), ()))
         except ValueError:
             return False
-        if live is None:
-            return False
-        self._close(live, CLIENT_GONE)
-        return True
+        for live in lives:
+            self._close(live, CLIENT_GONE)
+        return bool(lives)
 
     async def encode(self, raw: RawRequest) -> list[int]:
         """The tokens of a prompt, whatever its length. Raises RequestRejected."""
-        return list(await self._encode(validation.check_prompt(raw, self.model)))
+        return list(await self._intake.encode(validation.check_prompt(raw, self.model)))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of tokens. Raises RequestRejected for ids outside the vocabulary."""
@@ -244,67 +239,12 @@ class Engine:
 
     # Inside.
 
-    async def _encode(self, prompt: CheckedPrompt) -> Sequence[int]:
-        if prompt.messages is not None:
-            return await self._tokenizer.encode_chat(
-                prompt.messages,
-                add_generation_prompt=prompt.add_generation_prompt,
-                continue_final_message=prompt.continue_final_message,
-            )
-        if prompt.text is not None:
-            return await self._tokenizer.encode_text(
-                prompt.text, add_special_tokens=prompt.add_special_tokens
-            )
-        return prompt.token_ids or ()
-
-    async def _prepare(self, checked: CheckedRequest, arrived_s: float) -> LiveRequest:
-        """All but the admission."""
-        prompt = await self._encode(checked.prompt)
-        sampling = validation.fit(
-            checked, len(prompt), self.max_model_len, random_seed=secrets.randbits(64)
-        )
-        skip = checked.skip_special_tokens
-        echo_text = None
-        if checked.echo:
-            echo_text = checked.prompt.text
-            if echo_text is None:
-                echo_text = await self._tokenizer.decode_ids(prompt, skip_special_tokens=skip)
-        life_ms = math.ceil(self._config.default_deadline_s * 1000)
-        queued = QueuedRequest(
-            request_id=RequestId(secrets.token_bytes(16)),
-            attempt=1,
-            prompt_token_ids=prompt,
-            sampling=sampling,
-            priority=checked.priority,
-            # A client may ask for less time, not for more.
-            life_ms=min(life_ms, checked.deadline_ms or life_ms),
-            cache_salt=checked.cache_salt,
-            traceparent=checked.traceparent,
-            tenant=checked.tenant,
-            tenant_weight=self._weight_of(checked.tenant),
-        )
-        # A completion goes on in its prompt's text, an answer in a chat begins a text of its own.
-        context = () if checked.prompt.messages is not None else tuple(prompt[-CONTEXT_TOKENS:])
-        assembler = OutputAssembler(
-            self._tokenizer.detokenizer(skip_special_tokens=skip, after=context),
-            stops=checked.stops,
-            stop_token_ids=sampling.stop_token_ids,
-            min_tokens=sampling.min_tokens,
-            include_stop=checked.include_stop_str_in_output,
-            hidden=checked.prompt_only,
-        )
-        return LiveRequest(
-            queued,
-            assembler,
-            arrived_s,
-            echo_text=echo_text,
-            skip_special_tokens=skip,
-            context=context,
-        )
-
     async def _admit(self, lives: Sequence[LiveRequest]) -> None:
         # Tokens may come before the script's answer, so the requests are live first.
         self._live.update((live.request_id, live) for live in lives)
+        self._calls[lives[0].request_id] = list(lives)
+        for live in lives:
+            live.call_id = lives[0].request_id
         self._idle.clear()
         try:
             admissions = await self._queue.admit([live.queued for live in lives])
@@ -415,6 +355,10 @@ class Engine:
     def _forget(self, live: LiveRequest) -> None:
         self._live.pop(live.request_id, None)
         self._to_supersede.discard(live)
+        call = self._calls[live.call_id]
+        call.remove(live)
+        if not call:
+            del self._calls[live.call_id]
         if not self._live:
             self._idle.set()
 

@@ -1,7 +1,7 @@
 """The public gRPC interface over the same engine."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -9,6 +9,7 @@ import grpc.aio
 from quire.v1 import inference_pb2, inference_pb2_grpc
 
 from gateway import codec
+from gateway.chunks import Chunks
 from gateway.core.errors import (
     DeadlineError,
     GatewayError,
@@ -20,7 +21,7 @@ from gateway.core.errors import (
     error_of,
 )
 from gateway.engine import Engine
-from gateway.live import LiveRequest
+from gateway.live import LiveRequest, usage_of
 from servicekit import logs
 
 SERVICE_NAME = "quire.v1.InferenceService"
@@ -69,34 +70,49 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Streams the answer to one prompt."""
+        """Streams the answer to one prompt, all its samples."""
         try:
             codec.check_generate(request)
             raw = codec.decode_generate(
                 request, tenant=self._callers(context), traceparent=_traceparent(context)
             )
-            live = await self._engine.submit(raw)
+            lives = await self._engine.submit_all([raw])
         except GatewayError as error:
             await self._abort(context, error)
         try:
-            yield codec.started(live.public_id, request.client_request_id)
-            echoed = live.echo_text is None
-            while True:
-                chunk = await self._engine.next_chunk(live)
-                ended_well = chunk.end is not None and error_of(chunk.end) is None
-                if not echoed and (chunk.token_ids or ended_well):
-                    echoed = True
-                    for start in range(0, len(live.queued.prompt_token_ids), ECHO_TOKENS):
-                        yield self._echo(live, start)
-                if chunk.text or chunk.token_ids:
-                    yield codec.delta(chunk, self._engine.token_bytes)
-                if chunk.end is not None:
-                    break
-            error_or_none = error_of(chunk.end)
-            message = error_or_none.message if error_or_none else ""
-            yield codec.finished(chunk.end.reason, message, live.usage)
+            yield codec.started(lives[0].public_id, request.client_request_id)
+            async with (
+                Chunks(self._engine, lives) as chunks,
+                contextlib.aclosing(self._events(lives, chunks)) as events,
+            ):
+                async for event in events:
+                    yield event
         finally:
-            self._engine.cancel(live)
+            for live in lives:
+                self._engine.cancel(live)
+
+    async def _events(
+        self, lives: Sequence[LiveRequest], chunks: Chunks
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """All but the first one. The first sample that fails ends them."""
+        echoed = lives[0].echo_text is None
+        error: GatewayError | None = None
+        while chunks.num_left and error is None:
+            index, chunk = await chunks.next()
+            error = None if chunk.end is None else error_of(chunk.end)
+            ended_well = chunk.end is not None and error is None
+            if not echoed and (chunk.token_ids or ended_well):
+                echoed = True
+                prompt = lives[index].queued.prompt_token_ids
+                for start in range(0, len(prompt), ECHO_TOKENS):
+                    yield self._echo(lives[index], start)
+            if chunk.text or chunk.token_ids:
+                yield codec.delta(chunk, self._engine.token_bytes, index)
+            if chunk.end is not None:
+                last = chunks.num_left == 0 or error is not None
+                usage = usage_of(lives) if last else None
+                message = error.message if error is not None else ""
+                yield codec.finished(chunk.end.reason, message, usage, index)
 
     def _echo(self, live: LiveRequest, start: int) -> inference_pb2.GenerateResponse:
         """A piece of the prompt; its logprobs have come with the first output."""

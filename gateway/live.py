@@ -54,6 +54,8 @@ class LiveRequest:
     ) -> None:
         self.queued = queued
         self.request_id = queued.request_id
+        # Of the first request of its call; clients end a call by that one's id.
+        self.call_id = queued.request_id
         self.state = StreamState()
         self.assembler = assembler
         self.echo_text = echo_text
@@ -130,6 +132,21 @@ class LiveRequest:
         at = state.num_taken
         tokens = state.take()
         return tokens, state.logprobs[at:] if self.wants_logprobs else (), state.end
+
+
+def usage_of(lives: Sequence[LiveRequest]) -> Usage:
+    """Of a whole call, as of the chunks read so far. The samples of a prompt share it.
+
+    What the cache held of it is what the sample saw that had to compute most.
+    """
+    groups: dict[bytes, list[Usage]] = {}
+    for live in lives:
+        groups.setdefault(live.queued.sample_group or live.request_id, []).append(live.usage)
+    return Usage(
+        prompt_tokens=sum(group[0].prompt_tokens for group in groups.values()),
+        completion_tokens=sum(u.completion_tokens for group in groups.values() for u in group),
+        cached_tokens=sum(min(u.cached_tokens for u in group) for group in groups.values()),
+    )
 
 
 def slow_reader(num_unread: int) -> Terminal:

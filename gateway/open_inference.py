@@ -11,11 +11,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
+from gateway.core import validation
 from gateway.core.errors import RejectReason, RequestRejected
 from gateway.core.requests import RawRequest
-from gateway.core.validation import NOT_BUILT
 from gateway.core.wording import shown
 
+# Answers here are one text.
+NOT_BUILT: Mapping[str, tuple[object, ...]] = {**validation.NOT_BUILT, "n": (1,), "best_of": (1,)}
 INPUT, OUTPUT = "text_input", "text_output"
 MODEL_VERSION = "1"
 PLATFORM = "quire"
@@ -59,7 +61,7 @@ class Parameters(BaseModel):
     def to_raw(self, text: str, *, model: str, tenant: str, client_id: str) -> RawRequest:
         """For the validator."""
         stops = [s for given in (self.stop, self.stop_words) for s in _as_list(given)]
-        extras = self.model_extra or {}
+        validation.refuse_unbuilt(self.model_extra or {}, NOT_BUILT)
         return RawRequest(
             model=model,
             text=text,
@@ -82,7 +84,6 @@ class Parameters(BaseModel):
             cache_salt=self.cache_salt,
             client_request_id=client_id,
             tenant=tenant,
-            extras={k: v for k, v in extras.items() if k in NOT_BUILT},
         )
 
 

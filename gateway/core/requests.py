@@ -46,6 +46,7 @@ class RawRequest:
     deadline_ms: int | None = None
     cache_salt: str | None = None
     user: str | None = None
+    n: int | None = None
     tenant: str = ""
     traceparent: str = ""
     client_request_id: str = ""
@@ -68,6 +69,8 @@ class CheckedPrompt:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
     """All but the prompt's length is known to be good. max_tokens None: up to the context.
+
+    `n` samples of its answer are wanted.
 
     With prompt_only the answer is the prompt alone (max_tokens 0 and echo): one token is computed,
     because a forward pass gives it anyway, and not shown.
@@ -96,5 +99,6 @@ class CheckedRequest:
     priority: int
     deadline_ms: int | None
     cache_salt: bytes
+    n: int
     tenant: str
     traceparent: str

@@ -47,7 +47,7 @@ class QueuedRequest:
     """A request as it goes into the queue. Output is non-empty only in a later attempt.
 
     `life_ms` counts from its admission. `cache_salt` is the partition of the prefix cache, b"" the
-    shared one.
+    shared one. The samples of one prompt have the same `sample_group`, b"" where there is one.
     """
 
     request_id: RequestId
@@ -61,6 +61,8 @@ class QueuedRequest:
     traceparent: str = ""
     tenant: str = ""
     tenant_weight: float = 1.0
+    sample_group: bytes = b""
+    sample_index: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

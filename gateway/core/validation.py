@@ -12,7 +12,9 @@ from gateway.core.prompt import Message
 from gateway.core.requests import CheckedPrompt, CheckedRequest, RawRequest
 from gateway.core.types import ModelInfo, Sampling
 
+# Answers of one request: prompts, each counted n times.
 MAX_PROMPTS = 128
+MAX_SAMPLES = 128
 MAX_MESSAGES = 4096
 MAX_PROMPT_IDS = 2**20
 MAX_LIST_TOKENS = 2**20
@@ -36,8 +38,6 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 # Parameters that are not built yet, with the values that mean they are not used.
 NOT_BUILT: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "prompt_logprobs": (),
     "suffix": ("",),
     "tools": ([],),
@@ -93,25 +93,60 @@ def check_all(raws: Sequence[RawRequest], model: ModelInfo) -> list[CheckedReque
     """The prompts of one request, which share all else."""
     check_count(len(raws))
     checked = [check(raw, model) for raw in raws]
+    n = checked[0].n
+    count = len(raws) * n
+    if count > MAX_PROMPTS:
+        raise invalid(
+            "n", f"{n} samples of {len(raws)} prompts are {count} answers, more than {MAX_PROMPTS}"
+        )
     most = [c.max_tokens or model.max_model_len for c in checked]
-    if len(raws) > 1 and sum(most) > MAX_LIST_TOKENS:
+    total = n * sum(most)
+    if count > 1 and total > MAX_LIST_TOKENS:
+        what = f"{len(raws)} prompts" if n == 1 else f"{count} answers"
         raise invalid(
             raws[0].max_tokens_name,
-            f"{len(raws)} prompts with up to {max(most)} tokens each may be answered with "
-            f"{sum(most)} tokens, more than {MAX_LIST_TOKENS}",
+            f"{what} with up to {max(most)} tokens each may be answered with "
+            f"{total} tokens, more than {MAX_LIST_TOKENS}",
         )
     return checked
+
+
+def check_samples(n: int, num_tokens: int) -> None:
+    """The prompts of one request, counted n times: each sample goes into the queue with its own."""
+    if n > 1 and num_tokens > MAX_LIST_TOKENS:
+        raise invalid(
+            "n",
+            f"{n} samples with their prompts are {num_tokens} tokens, more than {MAX_LIST_TOKENS}",
+        )
+
+
+def refuse_unbuilt(
+    given: Mapping[str, object], table: Mapping[str, tuple[object, ...]], prefix: str = ""
+) -> None:
+    """Refuses parameters that are not built, but in values that mean they are not used."""
+    for name, neutral in table.items():
+        if not _is_neutral(given.get(name), neutral):
+            param = f"{prefix}{name}"
+            raise RequestRejected(
+                RejectReason.UNSUPPORTED, f"{param} is not supported yet.", param=param
+            )
+
+
+def check_best_of(best_of: int | None, n: int | None) -> None:
+    """Known, and the same as n: to choose among more samples is not built."""
+    if best_of is not None and best_of != (1 if n is None else n):
+        raise RequestRejected(
+            RejectReason.UNSUPPORTED,
+            "best_of: other values than that of n are not supported yet.",
+            param="best_of",
+        )
 
 
 def check(raw: RawRequest, model: ModelInfo) -> CheckedRequest:
     """Everything that can be said before tokenizing."""
     _check_lengths_of(raw)
     prompt = check_prompt(raw, model)
-    for name, value in raw.extras.items():
-        if not _is_neutral(value, NOT_BUILT[name]):
-            raise RequestRejected(
-                RejectReason.UNSUPPORTED, f"{name} is not supported yet.", param=name
-            )
+    refuse_unbuilt(raw.extras, NOT_BUILT)
     if raw.echo and raw.messages is not None:
         raise RequestRejected(
             RejectReason.UNSUPPORTED, "echo: is for prompts, not for messages.", param="echo"
@@ -130,6 +165,7 @@ def check(raw: RawRequest, model: ModelInfo) -> CheckedRequest:
     _within("seed", raw.seed, -_INT64, _INT64 - 1)
     _within("priority", priority, -_INT32, _INT32 - 1)
     _within("deadline_ms", raw.deadline_ms, 1, _INT64 - 1)
+    _within("n", raw.n, 1, MAX_SAMPLES)
     _within(raw.num_logprobs_name, raw.num_logprobs, 0, MAX_LOGPROBS)
     _check_name("user", raw.user, least=0)
     _check_name("cache_salt", raw.cache_salt, least=1)
@@ -167,6 +203,7 @@ def check(raw: RawRequest, model: ModelInfo) -> CheckedRequest:
         priority=priority,
         deadline_ms=raw.deadline_ms,
         cache_salt=cache_partition(raw.tenant, raw.cache_salt or ""),
+        n=1 if raw.n is None else raw.n,
         tenant=raw.tenant,
         traceparent=valid_traceparent(raw.traceparent),
     )
@@ -182,11 +219,12 @@ def fit(
     _check_room(param, num_prompt_tokens, max_model_len)
     room = max_model_len - num_prompt_tokens
     scoring = checked.echo and checked.num_logprobs is not None
-    num_values = num_prompt_tokens * ((checked.num_logprobs or 0) + 1)
+    num_values = checked.n * num_prompt_tokens * ((checked.num_logprobs or 0) + 1)
     if scoring and num_values > MAX_PROMPT_LOGPROBS:
         raise invalid(
             checked.num_logprobs_name,
-            f"{num_prompt_tokens} prompt tokens with {checked.num_logprobs} logprobs each are "
+            f"{checked.n * num_prompt_tokens} prompt tokens with {checked.num_logprobs} logprobs "
+            "each are "
             f"{num_values} values, more than {MAX_PROMPT_LOGPROBS}",
         )
     max_tokens = room if checked.max_tokens is None else min(room, checked.max_tokens)

@@ -1,7 +1,7 @@
 """The answer to the live requests of one call, as a stream or whole.
 
-In a stream comments go out in silence, and errors are events. The requests of several prompts share
-it; the first that fails ends it, and the others with it.
+In a stream comments go out in silence, and errors are events. The samples of a prompt and several
+prompts share it; the first that fails ends it, and the others with it.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ from functools import partial
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.chunks import Chunks
 from gateway.core.errors import error_of
 from gateway.core.output import Chunk
 from gateway.core.types import Usage
 from gateway.engine import Engine
-from gateway.live import LiveRequest
+from gateway.live import LiveRequest, usage_of
 from gateway.rest import live_answer
-from gateway.rest.chunks import Chunks
 from gateway.rest.errors import response_of, to_json
 from gateway.rest.live_answer import LiveAnswer
 from gateway.rest.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
@@ -38,7 +38,7 @@ MANY_LOGPROBS = 1024
 
 
 class Answer(LiveAnswer):
-    """Of OpenAI's interfaces; the requests of several prompts share it."""
+    """Of OpenAI's interfaces; the requests of several prompts and samples share it."""
 
     def __init__(
         self,
@@ -128,12 +128,7 @@ class Answer(LiveAnswer):
         return to_json(whole_answer(self._head, shown, self._usage()))
 
     def _usage(self) -> Usage:
-        usages = [live.usage for live in self._lives]
-        return Usage(
-            prompt_tokens=sum(u.prompt_tokens for u in usages),
-            completion_tokens=sum(u.completion_tokens for u in usages),
-            cached_tokens=sum(u.cached_tokens for u in usages),
-        )
+        return usage_of(self._lives)
 
     def _writer(self, live: LiveRequest) -> LogprobWriter | None:
         if not live.wants_logprobs:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -119,22 +118,3 @@ def _not_json(word: str) -> NoReturn:
 
 def _refused(message: str) -> RequestRejected:
     return RequestRejected(RejectReason.INVALID, message)
-
-
-def refuse_unbuilt(
-    given: Mapping[str, Any], table: Mapping[str, tuple[object, ...]], prefix: str = ""
-) -> None:
-    """Refuses parameters that are known and not built, but in values that mean they are not used.
-
-    Raises RequestRejected.
-    """
-    for name, neutral in table.items():
-        value = given.get(name)
-        # True == 1 in Python; a client that sends `true` for a number means something else.
-        same = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral)
-        if value is not None and not any(same):
-            raise RequestRejected(
-                RejectReason.UNSUPPORTED,
-                f"{prefix}{name} is not supported yet.",
-                param=f"{prefix}{name}",
-            )

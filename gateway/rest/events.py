@@ -10,13 +10,13 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.chunks import Chunks
 from gateway.core.errors import GatewayError, error_of
 from gateway.core.output import Chunk
 from gateway.engine import Engine
 from gateway.live import LiveRequest
 from gateway.rest import live_answer
 from gateway.rest.auth import shape_of
-from gateway.rest.chunks import Chunks
 from gateway.rest.errors import response_of, to_json
 from gateway.rest.live_answer import LiveAnswer
 

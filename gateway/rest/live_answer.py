@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Sequence
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.chunks import Chunks
 from gateway.core.errors import error_of
 from gateway.core.output import Chunk
 from gateway.engine import Engine
 from gateway.live import CLIENT_GONE, LiveRequest
-from gateway.rest.chunks import Chunks
 from servicekit import logs
 
 STATUS_WAIT_S = 10.0

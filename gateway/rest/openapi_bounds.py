@@ -56,6 +56,8 @@ def of_fields(model: ModelInfo) -> dict[str, Bounds]:
         "stop": {"string": stop, "array": {"maxItems": v.MAX_STOPS}},
         "stop_words": {"string": stop, "array": {"maxItems": v.MAX_STOPS}},
         "stop_token_ids": {"array": {"maxItems": v.MAX_STOP_TOKENS}, "integer": ids},
+        "n": {"integer": {"minimum": 1, "maximum": v.MAX_SAMPLES}},
+        "best_of": {"integer": {"description": "Must be equal to n."}},
         "priority": {"integer": {"minimum": -_INT32, "maximum": _INT32 - 1}},
         "deadline_ms": {"integer": {"minimum": 1, "maximum": _INT64 - 1}},
         "user": {"string": name},
@@ -88,8 +90,12 @@ def of_bodies(model: ModelInfo) -> dict[str, dict[str, Bounds]]:
 
 def not_built(body: str) -> Mapping[str, tuple[object, ...]]:
     """Fields that are known and refused, with the values that mean they are not used."""
-    tables = {"TgiParameters": tgi.NOT_BUILT, "TokenizeBody": tokenize.NOT_BUILT}
-    common = v.NOT_BUILT if body in ("CompletionBody", "ChatBody", "Parameters") else {}
+    tables = {
+        "TgiParameters": tgi.NOT_BUILT,
+        "TokenizeBody": tokenize.NOT_BUILT,
+        "Parameters": open_inference.NOT_BUILT,
+    }
+    common = v.NOT_BUILT if body in ("CompletionBody", "ChatBody") else {}
     return tables.get(body, common)
 
 

@@ -25,6 +25,7 @@ from gateway.core.validation import (
     MAX_MESSAGES,
     MAX_PROMPTS,
     NOT_BUILT,
+    check_best_of,
     check_count,
     check_lengths,
     invalid,
@@ -136,6 +137,8 @@ class CommonBody(BaseModel):
     deadline_ms: StrictInt | None = None
     cache_salt: StrictStr | None = None
     user: StrictStr | None = None
+    n: StrictInt | None = None
+    best_of: StrictInt | None = None
     return_token_ids: StrictBool | None = None
 
     @property
@@ -151,6 +154,7 @@ class CommonBody(BaseModel):
 
     def _common(self, *, tenant: str, client_id: str, traceparent: str) -> dict[str, Any]:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        check_best_of(self.best_of, self.n)
         extras = self.model_extra or {}
         _log_ignored([name for name in extras if name not in NOT_BUILT], client_id)
         return {
@@ -175,6 +179,7 @@ class CommonBody(BaseModel):
             "deadline_ms": self.deadline_ms,
             "cache_salt": self.cache_salt,
             "user": self.user,
+            "n": self.n,
             "tenant": tenant,
             "traceparent": traceparent,
             "client_request_id": client_id,

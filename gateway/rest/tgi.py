@@ -17,10 +17,11 @@ from gateway.core.errors import GatewayError
 from gateway.core.output import Chunk
 from gateway.core.requests import RawRequest
 from gateway.core.types import FinishReason
+from gateway.core.validation import refuse_unbuilt
 from gateway.engine import Engine
 from gateway.live import LiveRequest
 from gateway.rest.auth import Guarded, Open, caller_of
-from gateway.rest.bodies import BodyReader, refuse_unbuilt
+from gateway.rest.bodies import BodyReader
 from gateway.rest.errors import Shape, body_of, to_json
 from gateway.rest.events import EventAnswer, WholeAnswer
 

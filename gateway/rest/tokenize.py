@@ -9,9 +9,10 @@ from starlette.responses import Response
 
 from gateway.core.errors import RejectReason, RequestRejected
 from gateway.core.requests import RawRequest
+from gateway.core.validation import refuse_unbuilt
 from gateway.engine import Engine
 from gateway.rest.auth import Guarded, Open, caller_of
-from gateway.rest.bodies import BodyReader, refuse_unbuilt
+from gateway.rest.bodies import BodyReader
 from gateway.rest.errors import to_json
 from gateway.rest.schemas import Messages, to_messages
 

@@ -74,6 +74,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "deadline_ms": INT64,
     "cache_salt": NAME,
     "user": NAME,
+    "n": st.one_of(INT64, st.sampled_from([1, 2, 128, 129])),
 }
 # Few at a time: what is refused first hides the rest.
 SOME_FIELDS = st.lists(st.sampled_from(sorted(FIELDS)), unique=True, max_size=3).flatmap(
@@ -186,6 +187,8 @@ def test_a_queued_request_carries_everything() -> None:
             traceparent=TRACE,
             tenant="alice",
             tenant_weight=2.5,
+            sample_group=b"g" * 16,
+            sample_index=3,
         ),
         "gateway",
         b"s" * 16,
@@ -219,5 +222,7 @@ def test_a_queued_request_carries_everything() -> None:
         traceparent=TRACE,
         tenant="alice",
         tenant_weight=2.5,
+        sample_group=b"g" * 16,
+        sample_index=3,
     )
     assert queue_pb2.QueueEntry.FromString(data) == queue_pb2.QueueEntry(request=expected)

@@ -131,14 +131,15 @@ async def test_several_prompts_are_queued_together_or_not_at_all(server: RedisSe
 
 
 async def test_a_client_of_several_prompts_leaves(world: World) -> None:
-    """Each is cancelled where it is: one on its worker, one in the queue."""
+    """Each is cancelled where it may be: one on its worker, one in the queue too."""
     body = {"prompt": ["x", "y"], "stream": True, "max_tokens": 99}
     async with world.client.stream("POST", "/v1/completions", json=body, timeout=20) as response:
         running = await world.request(0)
         waiting = await world.request(1)
         await world.say(running, "ab")
         await anext(response.aiter_lines())
-    await world.until(lambda: world.worker.cancels == [running.request_id])
+    gone = {running.request_id, waiting.request_id}
+    await world.until(lambda: set(world.worker.cancels) == gone)
     await world.until(lambda: world.scheduler.cancels == [waiting.request_id])
     assert world.gateway.engine.num_live == 0
 

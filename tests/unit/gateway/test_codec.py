@@ -100,7 +100,7 @@ def test_what_a_grpc_client_is_told() -> None:
             inference_pb2.TopLogprob(token_id=67, token=b"C", logprob=-1.5),
         ],
     )
-    delta = codec.delta(Chunk(text="B", token_ids=[66], logprobs=[entry]), bytes_of).delta
+    delta = codec.delta(Chunk(text="B", token_ids=[66], logprobs=[entry]), bytes_of, 0).delta
     assert delta == inference_pb2.Delta(text="B", token_ids=[66], logprobs=[shown])
     echo = codec.echo("AB", [65, 66], [entry], bytes_of, first=True).echo
     first = inference_pb2.TokenLogprob(token_id=65, token=b"A")

@@ -193,7 +193,7 @@ async def test_requests_the_queue_does_not_take(error: Exception, status: int, r
         ({"prompt": "x", "temperature": True}, "temperature"),
         ({"prompt": "x", "stream": 1}, "stream"),
         ({"prompt": "x", "stop": [1]}, "stop"),
-        ({"prompt": "x", "n": 2}, "n"),
+        ({"prompt": "x", "n": 0}, "n"),
         ({"prompt": "x", "n": True}, "n"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
         ({"prompt": "x", "logprobs": True}, "logprobs"),

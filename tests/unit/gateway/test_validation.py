@@ -9,7 +9,7 @@ from gateway.core.errors import RejectReason, RequestRejected
 from gateway.core.prompt import Message
 from gateway.core.requests import RawRequest
 from gateway.core.types import ModelInfo
-from gateway.core.validation import NOT_BUILT, check, check_all, fit
+from gateway.core.validation import NOT_BUILT, check, check_all, check_best_of, fit
 
 MODEL = ModelInfo(
     name="m", digest="d", vocab_size=100, max_model_len=50, eos_token_ids=(7, 8), default_top_k=20
@@ -281,6 +281,8 @@ def test_the_number_of_prompt_logprobs_has_a_bound() -> None:
     with pytest.raises(RequestRejected, match=r"1050000 values, more than 1048576") as caught:
         fit(found, 50_000, 10**6, random_seed=1)
     assert caught.value.param == "logprobs"
+    with pytest.raises(RequestRejected, match=r"1050000 values, more than 1048576"):
+        fit(checked(echo=True, num_logprobs=20, n=2), 25_000, 10**6, random_seed=1)
 
 
 def test_the_last_message_is_continued_or_answered() -> None:
@@ -310,6 +312,35 @@ def test_several_prompts() -> None:
     with pytest.raises(RequestRejected, match=r"1572864 tokens, more than 1048576") as caught:
         check_all([half, half, half], large)
     assert caught.value.param == "max_tokens"
+
+
+def test_several_samples() -> None:
+    """Counted with the prompts, in answers and in what they may be answered with."""
+    assert checked(n=128).n == 128
+    assert checked().n == checked(n=None).n == 1
+    for n in (0, -1, 129, 10**9):
+        assert refusal(n=n).message == "n: must be from 1 to 128."
+    raws = [RawRequest(text="hi", n=32) for _ in range(5)]
+    assert len(check_all(raws[:4], MODEL)) == 4
+    with pytest.raises(RequestRejected) as caught:
+        check_all(raws, MODEL)
+    assert caught.value.param == "n"
+    assert caught.value.message == "n: 32 samples of 5 prompts are 160 answers, more than 128."
+    large = replace(MODEL, max_model_len=2**20)
+    assert check_all([RawRequest(text="hi", max_tokens=2**19, n=2)], large)
+    with pytest.raises(RequestRejected, match=r"3 answers .* 1572864 tokens, more than") as caught:
+        check_all([RawRequest(text="hi", max_tokens=2**19, n=3)], large)
+    assert caught.value.param == "max_tokens"
+
+
+def test_best_of_is_n() -> None:
+    """Nothing is chosen among more."""
+    for good in ((None, None), (1, None), (None, 3), (3, 3)):
+        check_best_of(*good)
+    for bad in ((2, None), (2, 1), (1, 2), (0, None)):
+        with pytest.raises(RequestRejected, match=r"best_of: .*not supported yet") as caught:
+            check_best_of(*bad)
+        assert caught.value.param == "best_of"
 
 
 def test_an_empty_prompt() -> None:

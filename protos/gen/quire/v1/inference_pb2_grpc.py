@@ -57,14 +57,16 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams the answer to one prompt; the last message is Finished.
+        """Streams the answer to one prompt; the last message is Finished. With n above 1 the samples'
+        events come in any order, and each sample has a Finished of its own; the first that fails is
+        the last message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a running request of this gateway by the id that Started gave.
+        """Ends a running request of this gateway, all its samples, by the id that Started gave.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,9 +34,12 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Streams the answer to one prompt; the last message is Finished."""
+    """Streams the answer to one prompt; the last message is Finished. With n above 1 the samples'
+    events come in any order, and each sample has a Finished of its own; the first that fails is
+    the last message.
+    """
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
-    """Ends a running request of this gateway by the id that Started gave."""
+    """Ends a running request of this gateway, all its samples, by the id that Started gave."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models served."""
 
@@ -46,9 +49,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams the answer to one prompt; the last message is Finished."""
+    """Streams the answer to one prompt; the last message is Finished. With n above 1 the samples'
+    events come in any order, and each sample has a Finished of its own; the first that fails is
+    the last message.
+    """
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
-    """Ends a running request of this gateway by the id that Started gave."""
+    """Ends a running request of this gateway, all its samples, by the id that Started gave."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models served."""
 
@@ -61,7 +67,10 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Streams the answer to one prompt; the last message is Finished."""
+        """Streams the answer to one prompt; the last message is Finished. With n above 1 the samples'
+        events come in any order, and each sample has a Finished of its own; the first that fails is
+        the last message.
+        """
 
     @_abc_1.abstractmethod
     def Cancel(
@@ -69,7 +78,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CancelResponse, _abc.Awaitable[_inference_pb2.CancelResponse]]:
-        """Ends a running request of this gateway by the id that Started gave."""
+        """Ends a running request of this gateway, all its samples, by the id that Started gave."""
 
     @_abc_1.abstractmethod
     def ListModels(

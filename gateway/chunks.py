@@ -13,7 +13,7 @@ from servicekit import logs
 FAILED = Terminal(
     reason=FinishReason.ERROR, message="The gateway failed on this request.", code="internal_error"
 )
-_log = logs.get_logger("gateway.rest")
+_log = logs.get_logger("gateway.chunks")
 
 
 class Chunks:
