@@ -6,6 +6,7 @@ the folder has the page, the study's part of it. `--quick` is for trying the cod
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def run(study: Study, bench: Bench, command: str, out: Path) -> list[Row]:
     """Measures, prints and writes one study; its rows."""
     began_s = time.perf_counter()
-    about = report.machine()
+    about = {**report.machine(), "load_before": round(os.getloadavg()[0], 1)}
     rows: list[Row] = []
     for row in study.measure(bench):
         rows.append(row)

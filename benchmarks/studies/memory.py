@@ -78,7 +78,7 @@ def sentences(rows: Sequence[Row]) -> str:
         f"{row['again_tokens']:,.0f} tokens computed again"
         for row in modes
     )
-    return f"{text} Of these `{best['run']}` is the fastest here: {costs}."
+    return f"{text} The fastest of them here is `{best['run']}`: {costs}."
 
 
 def draw(axes: Any, rows: Sequence[Row]) -> None:

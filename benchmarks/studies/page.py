@@ -46,7 +46,8 @@ def source(document: Mapping[str, Any]) -> str:
     return (
         f"{kind}{document['command']}`, {document['took_s']:.0f} s, commit "
         f"{machine['commit'] or 'unknown'}, {machine['cores']} cores {machine['cpu']}, "
-        f"{machine['memory_gib']:.0f} GiB, torch {machine['torch']}."
+        f"{machine['memory_gib']:.0f} GiB, torch {machine['torch']}, load average "
+        f"{machine['load_before']} before it."
     )
 
 

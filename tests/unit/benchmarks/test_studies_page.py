@@ -54,7 +54,9 @@ def test_a_section_replaces_its_own_and_no_other() -> None:
 
 def test_a_quick_run_is_called_one() -> None:
     machine = {"commit": "abc", "cores": 2, "cpu": "X", "memory_gib": 24, "torch": "2"}
+    machine["load_before"] = 7.5
     document: dict[str, Any] = {"command": "c", "took_s": 1.0, "machine": machine}
+    assert "load average 7.5" in page.source({**document, "quick": True})
     assert page.source({**document, "quick": True}).startswith("A quick run")
     assert not page.source({**document, "quick": False}).startswith("A quick run")
 
