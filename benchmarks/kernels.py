@@ -1,16 +1,19 @@
-"""Times the kernels; `python -m benchmarks.kernels [--out FILE] [--threads N] [--dtype bf16]`.
+"""Times the kernels; `python -m benchmarks.kernels [--out FILE] [--threads N] [--dtypes bf16]`.
 
-For each kernel, back end and shape: the median time, GB/s of what must be read and written at
-least, the share of the floor, and how many times the torch back end takes. The floor is what a
-plain torch copy reaches on this machine in the same run. Linear layers and the sampler at many rows
-are bound by arithmetic: their GFLOP/s stand beside. On the CPU the back ends are torch and, where
-they were compiled, the native kernels; with a CUDA device torch and triton run there as well.
+For each kernel and shape: the median time on each back end, and of Quire's own GB/s of what must be
+read and written at least, the share of the floor, and how many times the torch back end takes. The
+floor is what a plain torch copy reaches on this machine in the same run. Linear layers and the
+sampler at many rows are bound by arithmetic: their GFLOP/s stand beside. On the CPU the back ends
+are torch and, where they were compiled, the native kernels, for linear layers oneDNN's packed
+weights as well; with a CUDA device torch and triton run there. Of the kernels those that
+QUIRE_DETERMINISTIC=1 takes are the native ones; whole forwards are timed in either mode.
 
 Rounds of the back ends take turns, so that what else runs on the machine slows all of them. Nothing
 is asserted: figures depend on the machine.
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -21,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import kernel_cases
+from benchmarks import kernel_cases, report, step_cases
 from benchmarks.kernel_cases import Case
 from gpu_worker.runner import keep_freed_memory
 
@@ -49,11 +52,14 @@ class Result:
 def medians_s(
     functions: Sequence[Callable[[], Any]], device: str, budget_s: float
 ) -> tuple[float, ...]:
-    """Of a bounded number of rounds in turn, after two to warm up."""
+    """Of a bounded number of rounds in turn, after two to warm up (slow ones: one)."""
     times: list[list[float]] = [[] for _ in functions]
+    started = time.perf_counter()
     for _ in range(2):
         for function in functions:
             function()
+        if time.perf_counter() - started > budget_s * len(functions):
+            break
     started = time.perf_counter()
     while len(times[0]) < MIN_ROUNDS or (
         len(times[0]) < MAX_ROUNDS and time.perf_counter() - started < budget_s * len(functions)
@@ -86,7 +92,8 @@ def backends(device: str) -> tuple[str, ...]:
         return ("torch", "triton")
     from kernels.native import library
 
-    return ("torch",) if library.reason_unavailable() else ("torch", "native", "onednn")
+    others = ("native", "onednn", "deterministic")
+    return ("torch", *(() if library.reason_unavailable() else others))
 
 
 def measure(case: Case, device: str, floor: float, budget_s: float) -> Iterator[Result]:
@@ -109,28 +116,46 @@ def measure(case: Case, device: str, floor: float, budget_s: float) -> Iterator[
 
 
 def run(
-    dtype_name: str, emit: Callable[[Result], None], *, quick: bool = False
+    dtypes: Sequence[str], emit: Callable[[Sequence[Result]], None], *, quick: bool = False
 ) -> dict[str, float]:
-    """Emits every result; returns the floor in GB/s per device. `quick` shows that it works."""
+    """Emits the results of each case; returns the floor in GB/s per device.
+
+    `quick` shows that it works.
+    """
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     size = COPY_BYTES >> 6 if quick else COPY_BYTES
     floors = {device: copy_bytes_per_s(device, size) for device in devices}
-    for device in devices:
-        cases = kernel_cases.cases(DTYPES[dtype_name], dtype_name, device, quick=quick)
+    budget_s = 0 if quick else ROUND_BUDGET_S
+    seen = set()  # the sampler's dtype is always the same
+    for device, dtype in itertools.product(devices, dtypes):
+        of = DTYPES[dtype]
+        steps = step_cases.cases(of, dtype, quick=quick) if device == "cpu" else ()
+        kernels = kernel_cases.cases(of, dtype, device, quick=quick)
         with torch.inference_mode():
-            for case in cases:
-                for result in measure(case, device, floors[device], 0 if quick else ROUND_BUDGET_S):
-                    emit(result)
+            for case in itertools.chain(kernels, steps):
+                key = (device, case.kernel, case.dtype, case.shape)
+                if key not in seen:
+                    emit(tuple(measure(case, device, floors[device], budget_s)))
+                seen.add(key)
     return {device: round(floor / 1e9, 1) for device, floor in floors.items()}
 
 
-def line(result: Result) -> str:
-    """Of the table."""
-    flops = f"{result.gflop_per_s:7.0f} GF/s" if result.gflop_per_s else " " * 12
+HEADINGS = (
+    "| kernel | dtype | shape | torch µs | native or triton µs | oneDNN µs | deterministic µs "
+    "| GB/s | of a copy | GFLOP/s | x torch |\n|---|---|---|---|---|---|---|---|---|---|---|\n"
+)
+
+
+def line(results: Sequence[Result]) -> str:
+    """Of the table: the times of all back ends, the other figures of Quire's own kernel."""
+    by = {result.backend: result for result in results}
+    own = by.get("native") or by.get("triton") or by["torch"]
+    times = [by["torch"], own if own is not by["torch"] else None, by.get("onednn")]
+    cells = [f"{of.median_us:,.1f}" if of else "" for of in (*times, by.get("deterministic"))]
+    flops = f"{own.gflop_per_s:,.0f}" if own.gflop_per_s else ""
     return (
-        f"{result.kernel:17} {result.backend:7} {result.device:5} {result.shape:30}"
-        f" {result.median_us:10.1f} us {result.gb_per_s:8.2f} GB/s {result.floor_share:7.1%}"
-        f" {flops} {result.torch_ratio:6.1f} x torch\n"
+        f"| {own.kernel} | {own.dtype} | {own.shape} | {' | '.join(cells)} | {own.gb_per_s:.2f} "
+        f"| {own.floor_share:.0%} | {flops} | {own.torch_ratio:.1f} |\n"
     )
 
 
@@ -139,27 +164,33 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("kernels.json"), help="JSON file")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default=kernel_cases.usual_dtype())
+    parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["fp32", "bf16"])
     parser.add_argument("--quick", action="store_true", help="few rounds: does it work?")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     keep_freed_memory()
-    results: list[Result] = []
+    all_results: list[Result] = []
 
-    def emit(result: Result) -> None:
-        results.append(result)
-        sys.stdout.write(line(result))
+    def emit(results: Sequence[Result]) -> None:
+        all_results.extend(results)
+        sys.stdout.write(line(results))
         sys.stdout.flush()
 
-    floors = run(options.dtype, emit, quick=options.quick)
-    sys.stdout.write(f"floor (torch copy, read + write): {floors} GB/s\n")
-    report = {
+    sys.stdout.write(HEADINGS)
+    floors = run(options.dtypes, emit, quick=options.quick)
+    about = report.machine()
+    sys.stdout.write(
+        f"\nfloor (torch copy, read + write): {floors} GB/s; {options.threads} threads on "
+        f"{about['cores']} cores {about['cpu']}, commit {about['commit'] or 'unknown'}\n"
+    )
+    document = {
+        "machine": about,
         "threads": options.threads,
         "torch": torch.__version__,
         "floor_gb_per_s": floors,
-        "results": [asdict(result) for result in results],
+        "results": [asdict(result) for result in all_results],
     }
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -80,9 +80,13 @@ def floor_table(floor: Floor) -> str:
     for name, today in goals.probed(floor).items():
         reference = goals.REFERENCE[name]
         share = "-" if today is None else f"{today / reference.value:.2f}"
-        found = "-" if today is None else f"{today:.3g}"
+        found = "-" if today is None else _number(today)
         rows.append((reference.meaning, found, f"{reference.value:g}", reference.unit, share))
     return markdown(FLOOR_HEADINGS, rows)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def goal_table(verdicts: Sequence[Verdict]) -> str:
@@ -92,8 +96,8 @@ def goal_table(verdicts: Sequence[Verdict]) -> str:
             of.goal.meaning,
             f"{'at least' if of.goal.at_least else 'at most'} {of.goal.value:g}",
             f"{of.factor:.2f}",
-            f"{of.scaled:.3g}",
-            "-" if of.found is None else f"{of.found:.3g}",
+            _number(of.scaled),
+            "-" if of.found is None else _number(of.found),
             of.goal.unit,
             of.text,
         )

@@ -207,7 +207,7 @@ def price(points: Sequence[Point], policy: str) -> list[str]:
         if again.policy == f"{policy}{DETERMINISTIC}":
             plain = next(p for p in points if p.policy == policy and _same_load(p, again))
             lines.append(
-                f"QUIRE_DETERMINISTIC=1 at {again.level:g} clients: "
+                f"QUIRE_DETERMINISTIC=1, {again.level:g} at a time: "
                 f"{again.output_tokens_per_s / plain.output_tokens_per_s:.2f} of the tokens/s, "
                 f"{again.gap_p50_ms / max(plain.gap_p50_ms, 1e-9):.2f} of the median gap"
             )

@@ -118,7 +118,7 @@ def test_the_price_of_deterministic_arithmetic_is_against_the_same_load() -> Non
     alone = dataclasses.replace(POINT, level=1, output_tokens_per_s=40.0)
     again = dataclasses.replace(POINT, policy="fcfs, deterministic", output_tokens_per_s=90.0)
     (line,) = serving.price([alone, POINT, again], "fcfs")
-    assert "at 32 clients: 0.75 of the tokens/s, 1.00 of the median gap" in line
+    assert "32 at a time: 0.75 of the tokens/s, 1.00 of the median gap" in line
 
 
 def test_sampled_loads_have_a_seed_for_each_request() -> None:
