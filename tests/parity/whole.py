@@ -145,7 +145,14 @@ class Whole:
         del self.workers[WorkerId(name)]
         self.core.feed(WorkerLost(now_ns=0, worker_id=WorkerId(name)))
 
-    def add(self, prompt: Sequence[int], **sampling: Any) -> Stream:
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        sample_group: bytes = b"",
+        sample_index: int = 0,
+        **sampling: Any,
+    ) -> Stream:
         """A request; its number is its id."""
         stream = Stream(tuple(prompt), SamplingSpec(**sampling))
         number = len(self.streams)
@@ -159,6 +166,8 @@ class Whole:
                 reply_to=REPLY_TO,
                 prompt_token_ids=stream.prompt,
                 sampling=stream.sampling,
+                sample_group=sample_group,
+                sample_index=sample_index,
             )
         )
         return stream
