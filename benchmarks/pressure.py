@@ -171,6 +171,7 @@ def press(
         results.append((part, tally))
         shown[part.name] = {**tally.summary, **counts}
         problems += [f"{part.name}: {problem}" for problem in tally.problems]
+        problems += [] if tally.num_streams else [f"{part.name}: no answer"]
         problems += [
             f"{part.name}: {counts[mode]} by {mode}, at least {least} were wanted"
             for mode in part.must

@@ -26,7 +26,7 @@ async def _run(at: Target, work: Sequence[Job]) -> dict[str, Any]:
         answers = await at.send(work, len(work))
     first, last = seen[0], seen[-1]
     preemptions = last.since(first, "vllm:num_preemptions_total")
-    swaps = last.since(first, "quire:swaps_total")
+    swaps = last.since(first, 'quire:preemptions_total{mode="swap"}')
     planned = last.since(first, "vllm:iteration_tokens_total_sum")
     row = figures(work, answers)
     # Each token of a request is computed once, but for its last one.

@@ -146,9 +146,8 @@ def sentences(rows: Sequence[Row]) -> str:
         f"with {MODEST_CLIENTS} has its answers after {fcfs['modest_latency_p50_s']:.1f} s at the "
         f"median with `fcfs` and after {fair['modest_latency_p50_s']:.1f} s with `fair`; alone it "
         f"takes {fair['alone_latency_p50_s']:.1f} s. Its share of the tokens is "
-        f"{fcfs['modest_share']:.1%} and {fair['modest_share']:.1%} - it never has more than "
-        f"{MODEST_CLIENTS} of the {SLOTS} slots, so half is out of its reach - and both tenants "
-        f"together get {fcfs['tokens_per_s']:.0f} and {fair['tokens_per_s']:.0f} tokens per second."
+        f"{fcfs['modest_share']:.1%} and {fair['modest_share']:.1%}, with never more than "
+        f"{MODEST_CLIENTS} of the {SLOTS} slots, and both tenants together get {fcfs['tokens_per_s']:.0f} and {fair['tokens_per_s']:.0f} tokens per second."
     )
 
 
