@@ -147,7 +147,8 @@ def sentences(rows: Sequence[Row]) -> str:
         f"median with `fcfs` and after {fair['modest_latency_p50_s']:.1f} s with `fair`; alone it "
         f"takes {fair['alone_latency_p50_s']:.1f} s. Its share of the tokens is "
         f"{fcfs['modest_share']:.1%} and {fair['modest_share']:.1%}, with never more than "
-        f"{MODEST_CLIENTS} of the {SLOTS} slots, and both tenants together get {fcfs['tokens_per_s']:.0f} and {fair['tokens_per_s']:.0f} tokens per second."
+        f"{MODEST_CLIENTS} of the {SLOTS} slots, and both tenants together get "
+        f"{fcfs['tokens_per_s']:.0f} and {fair['tokens_per_s']:.0f} tokens per second."
     )
 
 
