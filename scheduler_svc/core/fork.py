@@ -74,6 +74,7 @@ def find(request: Request, workers: Sequence[WorkerState], config: CoreConfig) -
     """The best sample to fork the request from: one that is ready, else the first that runs.
 
     None if there is none on a worker with room for a slot and one block, a copy or a new one.
+    Prompts are compared once the source is ready: a look before that does not cost their length.
     """
     best: Fork | None = None
     for worker in workers:
@@ -81,12 +82,13 @@ def find(request: Request, workers: Sequence[WorkerState], config: CoreConfig) -
         if not sources or not _may_fork(request, worker) or not planner.has_room(worker, config):
             continue
         for source in sources:
-            if not _is_same_prompt(request, source):
+            if source.prompt_len != request.prompt_len:
                 continue
             fork = Fork(worker=worker, source=source, num_common=request.prompt_len - 1)
-            if fork.is_ready:
+            if not fork.is_ready:
+                best = best or fork
+            elif _is_same_prompt(request, source):
                 return fork
-            best = best or fork
     return best
 
 
@@ -105,7 +107,6 @@ def _may_fork(request: Request, worker: WorkerState) -> bool:
 
 def _is_same_prompt(request: Request, source: Request) -> bool:
     return (
-        request.prompt_len == source.prompt_len
-        and request.cache_salt == source.cache_salt
+        request.cache_salt == source.cache_salt
         and request.token_ids == source.token_ids[: source.prompt_len]
     )

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler_svc.core.account import Wait
 from scheduler_svc.core.events import RequestArrived
-from scheduler_svc.core.types import FinishReason, PrefixStop, RequestId
+from scheduler_svc.core.types import FinishReason, PrefixStop, RequestId, WorkerId
 from tests.builders import expected_output, make_core, make_request
 from tests.cluster import Cluster
 
@@ -254,6 +254,30 @@ def test_without_room_beside_the_source_samples_go_where_there_is_some() -> None
     assert_right(c, *arrivals)
     assert all(worker.steps for worker in c.workers.values())
     assert c.core.stats.num_forks >= 1
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_with_room_all_samples_go_to_the_worker_of_the_first(depth: int) -> None:
+    c = cluster(depth)
+    c.begin("other", **WORKER)
+    arrivals = samples(8)
+    c.arrive_together(*arrivals)
+    c.run()
+    assert_right(c, *arrivals)
+    assert c.core.stats.num_forks == 7
+    assert sum(bool(worker.steps) for worker in c.workers.values()) == 1
+
+
+def test_a_worker_that_has_no_turn_is_not_waited_for_without_end() -> None:
+    """The source's worker does not answer; the other one has room for plans."""
+    c = cluster(max_holds=5)
+    c.begin("other", **WORKER)
+    c.arrive_together(*samples(2))
+    c.advance(1)
+    assert not c.workers[WorkerId("other")].plans
+    for _ in range(5):
+        c.advance(1)
+    assert c.workers[WorkerId("other")].plans
 
 
 def test_a_fork_needs_one_block_above_the_watermark() -> None:
