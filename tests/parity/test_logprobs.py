@@ -40,7 +40,7 @@ def add_all(whole: Whole, shared: int = 0, wants: Sequence[Wants] = WANTS) -> No
     for number, (length, wanted) in enumerate(zip(PROMPT_LENS, wants, strict=True)):
         own = torch.randint(0, families.VOCABULARY, (length,), generator=generator).tolist()
         prompt = (*common[:shared], *own[shared:]) if length > shared else tuple(own)
-        heat = {"temperature": 0.8, "top_p": 0.9, "seed": number} if number % 2 else {}
+        heat: Wants = {"temperature": 0.8, "top_p": 0.9, "seed": number} if number % 2 else {}
         whole.add(prompt, max_tokens=NEW_TOKENS, **heat, **wanted)
 
 
@@ -188,7 +188,7 @@ def test_greedy_with_a_repetition_penalty_is_generate(
 def test_penalties_survive_a_move(small: Callable[[str], Small]) -> None:
     """Their tokens are those of prompt and output, wherever the output was made."""
     model = small("llama")
-    spec = {"repetition_penalty": 1.1, "frequency_penalty": 1.5, "presence_penalty": 0.7}
+    spec: Wants = {"repetition_penalty": 1.1, "frequency_penalty": 1.5, "presence_penalty": 0.7}
     outputs = []
     for loses in (False, True):
         whole = Whole(model.runners, chunk=24)
