@@ -1,5 +1,6 @@
 # Every command a person or CI runs. GNU make 3.81 syntax; a recipe is one command.
-# PORT, GRPC_PORT, WORKERS, MODEL and TORCH_INDEX may stand here or in the environment.
+# PORT, GRPC_PORT, WORKERS, MODEL and TORCH_INDEX may stand here or in the environment; so may the
+# variables of `make images` (docs/operations/install.md).
 
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -15,15 +16,15 @@ STUBS := --plugin=protoc-gen-mypy=.venv/bin/protoc-gen-mypy \
 # As many processes as cores, whole files each, the slow ones first (tests/conftest.py).
 SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder
 
-export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX
+export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX PYTHON_IMAGE TORCH_BUILD IMAGE_FLAGS
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model serve test test-model test-fast check lint fmt-check types imports proto-check \
-	proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz bench bench-kernels \
-	bench-scheduler bench-scheduling bench-pressure clean
+	proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz images k8s-check bench \
+	bench-kernels bench-scheduler bench-scheduling bench-pressure clean
 
 help:  ## list the commands
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 setup:  ## make .venv with the locked packages (once; about 2 minutes)
 	@$(PYTHON) -m deploy.local.setup
@@ -43,7 +44,7 @@ test-model: setup
 test-fast: setup  ## the quick tests (at most 60 s)
 	@$(PY) -m pytest $(SIDE_BY_SIDE)
 
-check: lint fmt-check types imports proto-check test  ## all that CI runs
+check: lint fmt-check types imports proto-check k8s-check test  ## all that CI runs
 
 lint: setup  ## ruff
 	@$(PY) -m ruff check .
@@ -82,6 +83,12 @@ clients: setup test-model  ## run other people's clients against a served model:
 
 fuzz: setup  ## throw N requests (10000) at a whole stack, the same again with SEED
 	@FUZZ_N=$(N) FUZZ_SEED=$(SEED) $(PY) -m pytest -s -m "not gpu" tests/fuzz/test_fuzz.py
+
+k8s-check: setup  ## render and check the Kubernetes manifests, without a cluster
+	@$(PY) -m deploy.k8s_check
+
+images:  ## build the container images: IMAGES="gateway scheduler worker" TORCH_BUILD=cpu
+	@$(PYTHON) -m deploy.docker $(IMAGES)
 
 bench: setup  ## serving against its goals, fcfs beside static (25 minutes; QUICK=1: 5, rough)
 	@$(PY) -m benchmarks.serving $(if $(QUICK),--quick)

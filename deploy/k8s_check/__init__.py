@@ -1,0 +1,1 @@
+"""Checks of the Kubernetes manifests without a cluster: `make k8s-check`."""

@@ -1,0 +1,95 @@
+"""Every check of the manifests finds what it is for: one thing is broken, one problem is told."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy.k8s_check import external, network_checks, object_checks, render
+from deploy.k8s_check.__main__ import CHECKS, names_do_not_clash
+from deploy.k8s_check.objects import Rendered
+from tests.unit.deploy import broken_objects, broken_pods
+from tests.unit.deploy.manifests import Change, Check, get, overlay, remove
+
+BROKEN = broken_objects.BROKEN + broken_pods.BROKEN
+
+
+@pytest.mark.parametrize("name", render.overlays())
+def test_the_overlays_are_sound(name: str) -> None:
+    """`make k8s-check` looks at the combinations too."""
+    rendered = overlay(name)
+    assert [problem for check in CHECKS for problem in check(rendered)] == []
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "problem"),
+    BROKEN,
+    ids=[f"{check.__name__}-{problem}".replace(" ", "_") for check, _, problem in BROKEN],
+)
+def test_what_is_broken_is_told(check: Check, change: Change, problem: str) -> None:
+    """By the check that it concerns."""
+    rendered = overlay()
+    change(rendered)
+    assert [found for found in check(rendered) if problem in found]
+
+
+def test_every_check_is_seen_to_fail() -> None:
+    """Those with tests of their own are named here."""
+    alone = {object_checks.names_are_unique}
+    assert set(CHECKS) == {check for check, _, _ in BROKEN} | alone
+
+
+def test_a_workload_without_a_budget_is_told() -> None:
+    rendered = remove(overlay(), "PodDisruptionBudget", "gateway")
+    problems = list(object_checks.updates_spare_devices(rendered))
+    assert problems == ["Deployment gateway: 0 disruption budgets"]
+
+
+def test_an_open_namespace_is_no_network_policy() -> None:
+    """Without the component nothing is compared."""
+    assert list(network_checks.policies_are_the_table(overlay("dev-cpu"))) == []
+
+
+def test_two_models_do_not_clash() -> None:
+    """And are told where they do."""
+    both = [overlay("prod"), overlay("second-model")]
+    assert list(names_do_not_clash(both)) == []
+    further = both[1]
+    deployment = get(further, "Deployment", "worker-second")
+    deployment["metadata"]["name"] = "worker"
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    labels["app.kubernetes.io/instance"] = "main"
+    problems = "\n".join(names_do_not_clash(both))
+    assert "Deployment worker stands 2 times" in problems
+    assert "its selector takes ['Deployment worker', 'Deployment worker']" in problems
+
+
+def test_names_stand_once() -> None:
+    rendered = overlay()
+    twice = Rendered(name="x", manifests=(*rendered.manifests, rendered.manifests[0]))
+    assert len(list(object_checks.names_are_unique(twice))) == 1
+
+
+def test_what_kubectl_refuses_is_told(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text("resources: [missing.yaml]\n")
+    with pytest.raises(render.RenderError, match=r"missing\.yaml"):
+        render.render(tmp_path, "broken")
+
+
+def test_every_pair_of_components_is_rendered() -> None:
+    combinations = list(render.combinations())
+    assert () in combinations
+    names = {name for option in render.OPTIONS for name in option}
+    folders = {
+        str(path.parent.relative_to(render.K8S / "components"))
+        for path in (render.K8S / "components").rglob("kustomization.yaml")
+    }
+    assert names | {"network-policies/model", "network-policies/redis"} == folders
+    for one in names:
+        for other in names:
+            assert any({one, other} <= set(chosen) for chosen in combinations), (one, other)
+
+
+def test_exceptions_from_checkov_have_reasons() -> None:
+    found = external.exceptions()
+    assert found
+    assert all(len(reason.split()) > 8 for reason in found.values())
