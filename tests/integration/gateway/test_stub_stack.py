@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from benchmarks.stack import Stack
@@ -175,3 +176,37 @@ async def test_salts_keep_prefixes_apart(client: httpx.AsyncClient) -> None:
     cached = [x["usage"]["prompt_tokens_details"]["cached_tokens"] for x in (again, other)]
     assert cached[0] > 0
     assert cached[1] == 0
+
+
+async def test_samples_hold_the_blocks_of_their_prompt_once(
+    stack: Stack, client: httpx.AsyncClient
+) -> None:
+    """Six whole blocks of 16 in common, and two more for each of the four."""
+    before = await asyncio.to_thread(stack.scheduler.metrics)
+    most = 0.0
+    async with openai.AsyncOpenAI(base_url=f"{stack.base_url}/v1", api_key="none") as sdk:
+        stream = await sdk.completions.create(
+            model=stack.model_name,
+            prompt=[300 + i % 50 for i in range(100)],
+            n=4,
+            max_tokens=20,
+            temperature=1.0,
+            seed=5,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        chunks = []
+        async for chunk in stream:
+            chunks.append(chunk)
+            metrics = await asyncio.to_thread(stack.scheduler.metrics)
+            most = max(most, metrics.total("quire:blocks_used"))
+    after = await asyncio.to_thread(stack.scheduler.metrics)
+    texts = ["".join(c.text for k in chunks for c in k.choices if c.index == i) for i in range(4)]
+    assert len(set(texts)) == 4
+    assert 0 < most <= 6 + 4 * 2
+    for name in ("quire:forks_total", "quire:copied_blocks_total"):
+        assert after.total(name) - before.total(name) == 3
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (100, 80)
