@@ -132,7 +132,7 @@ def by_grpc(prompt: dict[str, Any], fields: dict[str, Any]) -> RawRequest:
     )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=1000, deadline=None)
 @given(prompt=PROMPT, fields=SOME_FIELDS)
 # Two faults in a map, which has no order over gRPC.
 @example(prompt={"text": ""}, fields={"logit_bias": {1: 101.0, 2**31: -100.0}})

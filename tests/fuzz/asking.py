@@ -5,7 +5,7 @@ import io
 import json
 import socket
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPResponse
 from typing import Any
 
@@ -41,22 +41,37 @@ OK_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a client was told in the end. `raw` is everything that was said, for a look at leaks."""
+    """What a client was told in the end: outputs by choice, costs of all.
+
+    `raw` is everything that was said, for a look at leaks.
+    """
 
     verdict: str
     message: str = ""
     param: str = ""
-    text: str = ""
-    tokens: tuple[int, ...] = ()
-    finish: str = ""
+    text: tuple[str, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
+    finish: tuple[str, ...] = ()
     num_prompt: int = 0
+    num_output: int = 0
     raw: str = ""
 
     def said(self, *, exactly: bool) -> tuple[Any, ...]:
         """What must be equal between protocols; output only where the tokens are the same."""
         message = self.message.replace("top_logprobs", "logprobs")
         same: tuple[Any, ...] = (self.verdict, message, self.num_prompt)
-        return (*same, self.text, self.tokens, self.finish) if exactly else same
+        if not exactly:
+            return (*same, len(self.finish))
+        return (*same, self.text, self.tokens, self.finish, self.num_output)
+
+
+@dataclass(slots=True)
+class Said:
+    """One choice as it comes."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,23 +142,28 @@ class Asker:
     async def by_grpc(self, ask: Ask) -> Outcome:
         """Over gRPC."""
         said: list[str] = []
-        tokens: list[int] = []
-        text, end = "", None
+        choices: dict[int, Said] = {}
+        echo, end = "", None
         try:
             async for event in self.stub.Generate(
                 ask.grpc(), metadata=self.metadata, timeout=ANSWER_S
             ):
                 said.append(str(event) if event.HasField("finished") else "")
-                text += event.echo.text + event.delta.text
-                tokens += event.delta.token_ids
+                echo += event.echo.text
+                choice = choices.setdefault(event.sample_index, Said())
+                choice.text += event.delta.text
+                choice.tokens += event.delta.token_ids
                 if event.HasField("finished"):
                     end = event.finished
+                    choice.finish = OK_REASONS.get(end.finish_reason, "")
         except grpc.aio.AioRpcError as error:
             message = error.details() or ""
             verdict = OF_CODE.get(error.code(), f"undocumented {error.code().name}")
             return Outcome(verdict=verdict, message=message, param=_param_in(message), raw=message)
         assert end is not None
-        return _grpc_outcome(text, tokens, end, "".join(said))
+        for choice in choices.values():
+            choice.text = echo + choice.text
+        return _grpc_outcome(choices, end, "".join(said))
 
     async def post(self, post: Post, tenant: str = "alice", *, port: int = 0) -> Response:
         """Anything at all over HTTP, on a connection of its own."""
@@ -193,16 +213,22 @@ def same_param(rest: Outcome, grpc_: Outcome) -> bool:
     return grpc_.param in ("", rest.param.replace("top_logprobs", "logprobs"))
 
 
-def _grpc_outcome(text: str, tokens: list[int], end: inference_pb2.Finished, raw: str) -> Outcome:
+def _ok(choices: dict[int, Said], num_prompt: int, num_output: int, raw: str) -> Outcome:
+    found = [choices[index] for index in sorted(choices)]
+    return Outcome(
+        verdict="ok",
+        text=tuple(choice.text for choice in found),
+        tokens=tuple(tuple(choice.tokens) for choice in found),
+        finish=tuple(choice.finish for choice in found),
+        num_prompt=num_prompt,
+        num_output=num_output,
+        raw=raw,
+    )
+
+
+def _grpc_outcome(choices: dict[int, Said], end: inference_pb2.Finished, raw: str) -> Outcome:
     if end.finish_reason in OK_REASONS:
-        return Outcome(
-            verdict="ok",
-            text=text,
-            tokens=tuple(tokens),
-            finish=OK_REASONS[end.finish_reason],
-            num_prompt=end.usage.prompt_tokens,
-            raw=raw,
-        )
+        return _ok(choices, end.usage.prompt_tokens, end.usage.completion_tokens, raw)
     verdict = OF_REASON.get(end.finish_reason, f"undocumented {end.finish_reason}")
     return Outcome(verdict=verdict, message=end.message, raw=raw)
 
@@ -223,20 +249,15 @@ def rest_outcome(status: int, raw: str, *, stream: bool) -> Outcome:
         return Outcome(
             verdict=verdict, message=error["message"], param=error["param"] or "", raw=raw
         )
-    tokens: list[int] = []
-    text, finish, num_prompt = "", "", 0
+    choices: dict[int, Said] = {}
+    usage = {"prompt_tokens": 0, "completion_tokens": 0}
     for document in documents:
-        for choice in document["choices"]:
-            shown = choice.get("delta") or choice.get("message") or {}
-            text += choice.get("text") or shown.get("content") or ""
-            tokens += choice.get("token_ids") or ()
-            finish = choice.get("finish_reason") or finish
-        num_prompt = (document.get("usage") or {}).get("prompt_tokens", num_prompt)
-    return Outcome(
-        verdict="ok",
-        text=text,
-        tokens=tuple(tokens),
-        finish=finish,
-        num_prompt=num_prompt,
-        raw="" if stream else raw,
-    )
+        for shown in document["choices"]:
+            choice = choices.setdefault(shown["index"], Said())
+            message = shown.get("delta") or shown.get("message") or {}
+            choice.text += shown.get("text") or message.get("content") or ""
+            choice.tokens += shown.get("token_ids") or ()
+            choice.finish = shown.get("finish_reason") or choice.finish
+        usage = document.get("usage") or usage
+    raw = "" if stream else raw
+    return _ok(choices, usage["prompt_tokens"], usage["completion_tokens"], raw)

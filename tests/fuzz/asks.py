@@ -71,6 +71,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "deadline_ms": _some(st.integers(5_000, 10_000), _EDGES),
     "cache_salt": _NAMES,
     "user": _NAMES,
+    "n": _some(st.integers(1, 3), _EDGES),
 }
 CHAT_ONLY = ("add_generation_prompt", "continue_final_message")
 COMPLETION_ONLY = ("add_special_tokens",)
