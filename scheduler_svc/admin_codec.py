@@ -34,6 +34,8 @@ def encode_snapshot(
             num_steps_in_flight=worker.num_steps_in_flight,
             last_step=worker.last_step,
             draining=worker.draining,
+            max_steps_in_flight=worker.max_steps_in_flight,
+            round_trip_us=worker.round_trip_us,
         )
     return response
 

@@ -402,6 +402,7 @@ def _step_report(result: worker_pb2.StepResult) -> StepReport:
         faults=faults,
         idle_us=result.times.idle_us,
         step_us=result.times.apply_us + result.times.forward_us + result.times.sample_us,
+        total_us=result.times.total_us,
         operations_done=tuple(result.operations_done),
     )
 

@@ -195,6 +195,24 @@ class _CoreCollector(Collector):
         for stop, count in stats.prefix_stops.items():
             looks.add_metric([self._model_name, stop.name.lower()], count)
         yield looks
+        yield from self._depths(view)
+
+    def _depths(self, view: CoreView) -> Iterator[Metric]:
+        labels = ["model_name", "worker_id"]
+        depth = GaugeMetricFamily(
+            "quire:inflight_steps", "Most plans that may be in flight now.", labels=labels
+        )
+        round_trip = GaugeMetricFamily(
+            "quire:round_trip_seconds",
+            "From a plan to its result, less the worker's own time.",
+            labels=labels,
+        )
+        for worker in view.workers:
+            depth.add_metric([self._model_name, worker.worker_id], worker.max_steps_in_flight)
+            seconds = worker.round_trip_us / 1e6
+            round_trip.add_metric([self._model_name, worker.worker_id], seconds)
+        yield depth
+        yield round_trip
 
     def _family(
         self, family: GaugeMetricFamily | CounterMetricFamily, value: float

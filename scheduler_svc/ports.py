@@ -187,6 +187,7 @@ class StepReport:
     faults: tuple[FaultReport, ...]
     idle_us: int
     step_us: int = 0
+    total_us: int = 0
     operations_done: tuple[int, ...] = ()
 
 

@@ -25,7 +25,7 @@ class SchedulerSettings:
     static_batch_size: int
     preemption_mode: str
     enable_prefix_caching: bool
-    max_inflight_steps: int
+    max_inflight_steps: str
     lease_ttl_s: float
     worker_grace_s: float
     worker_wait_s: float
@@ -48,7 +48,7 @@ class SchedulerSettings:
             scheduling_policy=self.scheduling_policy,
             static_batch_size=self.static_batch_size,
             enable_prefix_caching=self.enable_prefix_caching,
-            max_inflight_steps=self.max_inflight_steps,
+            max_inflight_steps=int(self.max_inflight_steps.replace("auto", "0")),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             prefill_chunk_tokens=self.prefill_chunk_tokens,

@@ -12,6 +12,7 @@ GATEWAY, SCHEDULER, WORKER, LOCAL = "gateway", "scheduler_svc", "gpu_worker", "l
 ALL = f"{GATEWAY} {SCHEDULER} {WORKER}"
 BATCHING, MODEL = f"{SCHEDULER} {WORKER}", f"{GATEWAY} {WORKER}"
 _POLICIES = choice("fcfs", "fair", "static")
+_DEPTHS = choice("auto", *"12345678")
 _PREEMPTION = choice("auto", "recompute")
 _BACKENDS = choice("auto", "native", "torch", "triton")
 _DTYPES = choice("auto", "bfloat16", "float32", aliases={"bf16": "bfloat16", "fp32": "float32"})
@@ -60,7 +61,7 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(SCHEDULER, "static_batch_size", integer(1, 65536), 8, "requests", "batch of `static`"),
     _s(SCHEDULER, "preemption_mode", _PREEMPTION, "auto", "", _RECOMPUTE),
     _s(SCHEDULER, "enable_prefix_caching", boolean, True, "", "share KV blocks of equal prefixes"),
-    _s(SCHEDULER, "max_inflight_steps", integer(1, 8), 2, "plans", "in flight per worker"),
+    _s(SCHEDULER, "max_inflight_steps", _DEPTHS, "auto", "plans", "in flight per worker, 1 to 8"),
     _s(SCHEDULER, "lease_ttl_s", number(0.5, 60), 1.5, "s", "leader lease"),
     _s(SCHEDULER, "worker_grace_s", number(0.1, 60), 1.0, "s", "broken session before loss"),
     _s(SCHEDULER, "worker_wait_s", number(0, 3600), 30.0, "s", "no worker before 503"),

@@ -99,6 +99,8 @@ class WorkerLife:
             finished=report.finished,
             num_wasted_rows=report.num_wasted_rows,
             step_us=report.step_us,
+            total_us=report.total_us,
+            idle_us=report.idle_us,
             operations_done=report.operations_done,
         )
 

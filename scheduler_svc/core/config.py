@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from scheduler_svc.core.depth import MAX_STEPS
 from scheduler_svc.core.policy import POLICIES
 from scheduler_svc.core.prefix import HASH_BYTES
 
@@ -10,6 +11,7 @@ from scheduler_svc.core.prefix import HASH_BYTES
 class CoreConfig:
     """Knobs of the scheduler core.
 
+    max_inflight_steps bounds the plans in flight on a worker; 0 adapts it to the worker, see depth.
     max_num_seqs and max_num_batched_tokens cap what workers offer; 0 leaves the worker's number.
     prefill_chunk_tokens caps one request's share of a step; 0 leaves only the budget.
     max_prefill_gap_ns is how long a step with decodes may become by prefill, at the measured cost;
@@ -25,7 +27,7 @@ class CoreConfig:
     scheduling_policy: str = "fcfs"
     static_batch_size: int = 8
     enable_prefix_caching: bool = True
-    max_inflight_steps: int = 2
+    max_inflight_steps: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     prefill_chunk_tokens: int = 0
@@ -45,8 +47,8 @@ class CoreConfig:
         """Raises ValueError naming the first bad field."""
         if self.scheduling_policy not in POLICIES:
             raise ValueError(f"scheduling_policy must be one of {POLICIES}")
-        if not 1 <= self.max_inflight_steps <= 8:
-            raise ValueError("max_inflight_steps must be from 1 to 8")
+        if not 0 <= self.max_inflight_steps <= MAX_STEPS:
+            raise ValueError(f"max_inflight_steps must be from 0 to {MAX_STEPS}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError("watermark must be in [0, 1)")
         if not 1 <= self.hash_bytes <= 64:

@@ -119,8 +119,9 @@ class WorkerSubscribed:
 class StepCompleted:
     """Results of one step, in step order per worker. Columns of slots and sampled tokens.
 
-    step_us is the time the worker took to compute it, 0 if unknown. operations_done are ids of
-    operations, of this plan or earlier ones; each is named once.
+    step_us is the time the worker took to compute it, total_us that from receiving the plan to
+    having the result, idle_us that before it in which the worker had no plan; 0 if unknown.
+    operations_done are ids of operations, of this plan or earlier ones; each is named once.
     """
 
     now_ns: int
@@ -131,6 +132,8 @@ class StepCompleted:
     finished: tuple[tuple[Slot, FinishReason], ...] = ()
     num_wasted_rows: int = 0
     step_us: int = 0
+    total_us: int = 0
+    idle_us: int = 0
     operations_done: tuple[int, ...] = ()
 
 

@@ -41,13 +41,17 @@ class StepInFlight:
     """A plan that has not returned.
 
     Each row computes one token and samples the next, but for those in `special`, by row number.
-    `gone` are rows whose request has left its slot since.
+    `gone` are rows whose request has left its slot since. expected_us is what it should take on
+    the worker, planned_ns when it was planned; follows: right after another step.
     """
 
     step: int
     num_tokens: int
     batch: Batch
     special: dict[int, Special]
+    planned_ns: int = 0
+    expected_us: float = 0.0
+    follows: bool = False
     gone: set[int] = field(default_factory=set)
 
     def leave(self, slot: int, request: Request) -> bool:

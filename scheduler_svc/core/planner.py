@@ -58,6 +58,7 @@ class Placement:
 def plan_step(
     worker: WorkerState,
     config: CoreConfig,
+    now_ns: int,
     preempt: Callable[[WorkerState, Request], None],
     admit_waiting: Callable[[WorkerState, StepBudget], None],
 ) -> StepPlan | None:
@@ -86,7 +87,7 @@ def plan_step(
         admit_waiting(worker, budget)
     if not len(decodes) and not budget.chunks and not worker.must_tell:
         return None
-    return worker.take_plan(decodes, budget.chunks, budget.num_chunks)
+    return worker.take_plan(now_ns, decodes, budget.chunks, budget.num_chunks)
 
 
 def _token_budget(worker: WorkerState, config: CoreConfig) -> int:

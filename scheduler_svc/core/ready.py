@@ -54,7 +54,8 @@ class StepPlan:
     """One step of one worker as differences from its last one; see quire.v1.StepPlan.
 
     `changed` holds (slot, num_tokens), `growth` (slot, block). num_scheduled_tokens, num_rows
-    and num_chunks (rows that leave part of their prompt for later) describe the step, for metrics.
+    and num_chunks (rows that leave part of their prompt for later) describe the step, for metrics;
+    max_steps_in_flight and round_trip_us say, where the depth is adapted, what it was.
     """
 
     worker_id: WorkerId
@@ -71,6 +72,8 @@ class StepPlan:
     num_rows: int
     num_chunks: int
     operations: tuple[Operation, ...] = ()
+    max_steps_in_flight: int = 0
+    round_trip_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +158,8 @@ class WorkerView:
     num_steps_in_flight: int
     last_step: int
     draining: bool
+    max_steps_in_flight: int
+    round_trip_us: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

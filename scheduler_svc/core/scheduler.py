@@ -134,8 +134,10 @@ class SchedulerCore:
         self._hand_over_from_draining()
         plans: list[StepPlan] = []
         for worker in self._workers.values():
-            while len(worker.in_flight) < self.config.max_inflight_steps:
-                plan = planner.plan_step(worker, self.config, self._preempt, self._fill)
+            while worker.depth.may_plan(self._now_ns, worker.in_flight):
+                plan = planner.plan_step(
+                    worker, self.config, self._now_ns, self._preempt, self._fill
+                )
                 if plan is None:
                     break
                 self.stats.num_steps += 1
@@ -339,6 +341,7 @@ class SchedulerCore:
             capacity=event.capacity,
             cost=event.cost,
             gateway_ids=event.gateway_ids,
+            max_inflight_steps=self.config.max_inflight_steps,
         )
         for request in list(self._waiting):
             if request.num_output_tokens == 0:
@@ -427,6 +430,7 @@ class SchedulerCore:
         flight = worker.in_flight.popleft()
         worker.last_result_step = event.step
         worker.num_failed_in_a_row = 0
+        worker.depth.returned(flight, event, worker.in_flight)
         self._results.book(worker, flight, event, self._now_ns)
 
     def _step_failed(self, event: StepFailed) -> None:
@@ -482,5 +486,6 @@ class SchedulerCore:
             )
 
     def _wake_at_ns(self) -> int | None:
-        wakes = (self._deadlines.next_ns(), self._admission.wake_at_ns(self._now_ns))
+        wakes = [self._deadlines.next_ns(), self._admission.wake_at_ns(self._now_ns)]
+        wakes += [worker.depth.held_until_ns for worker in self._workers.values()]
         return min((wake for wake in wakes if wake is not None), default=None)

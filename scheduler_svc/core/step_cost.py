@@ -30,14 +30,17 @@ class StepCost:
         """As known now."""
         return replace(self._given, step_us=self._step_us, token_us=self._token_us)
 
+    def expected_us(self, num_tokens: int) -> float:
+        """Time of a step of so many tokens, 0 if unknown."""
+        return self._step_us + num_tokens * self._token_us
+
     def observe(self, num_tokens: int, step_us: int) -> None:
         """A step of so many tokens took so long. Steps whose time is unknown are passed over."""
         if step_us <= 0 or num_tokens <= 0:
             return
         time_us = float(step_us)
         if self._n > 10.0:
-            expected = self._step_us + num_tokens * self._token_us
-            time_us = min(time_us, _MAX_SURPRISE * expected)
+            time_us = min(time_us, _MAX_SURPRISE * self.expected_us(num_tokens))
         self._n = self._n * _FADE + 1.0
         self._x = self._x * _FADE + num_tokens
         self._y = self._y * _FADE + time_us

@@ -15,6 +15,7 @@ import numpy as np
 
 from scheduler_svc.core import digest
 from scheduler_svc.core.blocks import BlockPool
+from scheduler_svc.core.depth import Depth
 from scheduler_svc.core.flight import Batch, Special, StepInFlight
 from scheduler_svc.core.ready import Admit, Operation, StepPlan, WorkerView
 from scheduler_svc.core.request import Request
@@ -47,12 +48,14 @@ class WorkerState:
         capacity: WorkerCapacity,
         cost: CostProfile,
         gateway_ids: frozenset[str],
+        max_inflight_steps: int,
     ) -> None:
         self.worker_id = worker_id
         self.session = session
         self.epoch = epoch
         self.capacity = capacity
         self.cost = StepCost(cost)
+        self.depth = Depth(max_inflight_steps)
         self.gateway_ids = gateway_ids
         self.draining = False
         self.pool = BlockPool(capacity.num_blocks)
@@ -259,7 +262,9 @@ class WorkerState:
         """Those whose next token needs another block."""
         return slots[self.rows.room[slots] <= self.rows.num_computed[slots]]
 
-    def take_plan(self, decodes: Column, chunks: dict[int, int], num_chunks: int) -> StepPlan:
+    def take_plan(
+        self, now_ns: int, decodes: Column, chunks: dict[int, int], num_chunks: int
+    ) -> StepPlan:
         """The next plan: one token for each of `decodes`, and so many for each of `chunks`.
 
         What changed since the last plan goes with it.
@@ -269,11 +274,16 @@ class WorkerState:
         special = self._advance(decodes, chunks)
         num_rows = len(decodes) + len(chunks)
         num_tokens = len(decodes) + sum(chunks.values())
-        self.in_flight.append(
-            StepInFlight(
-                step=self.last_step, num_tokens=num_tokens, batch=self._batch, special=special
-            )
+        flight = StepInFlight(
+            step=self.last_step,
+            num_tokens=num_tokens,
+            batch=self._batch,
+            special=special,
+            planned_ns=now_ns,
+            expected_us=self.cost.expected_us(num_tokens) if num_tokens else 0.0,
         )
+        self.depth.planned(flight, self.in_flight)
+        self.in_flight.append(flight)
         plan = StepPlan(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -289,6 +299,8 @@ class WorkerState:
             num_rows=num_rows,
             num_chunks=num_chunks,
             operations=tuple(self._operations),
+            max_steps_in_flight=self.depth.k if self.depth.adapts else 0,
+            round_trip_us=round(self.depth.round_trip_us) if self.depth.adapts else 0,
         )
         self._reset = False
         self._releases = []
@@ -348,4 +360,6 @@ class WorkerState:
             num_steps_in_flight=len(self.in_flight),
             last_step=self.last_step,
             draining=self.draining,
+            max_steps_in_flight=self.depth.k,
+            round_trip_us=round(self.depth.round_trip_us),
         )

@@ -139,6 +139,7 @@ def test_the_core_answers_as_recorded(path: Path, rewrite: bool) -> None:
 
 def test_there_is_a_trace_for_each_behaviour() -> None:
     assert {path.stem for path in TRACES} >= {
+        "adapted-depth",
         "budget-edge",
         "cancel-in-flight",
         "chunked-prefill",

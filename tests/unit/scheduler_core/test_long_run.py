@@ -178,7 +178,7 @@ class History:
         self.cluster.assert_idle()
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+@pytest.mark.parametrize("depth", [1, 2, 4, 8, 0])
 @pytest.mark.parametrize("seed", range(2))
 def test_every_request_ends_once_with_its_tokens(seed: int, depth: int) -> None:
     history = History(seed * 8 + depth, depth)

@@ -77,10 +77,10 @@ def test_the_size_of_blocks_does_not_matter(block_size: int) -> None:
     serve(requests(), workers=[{"block_size": block_size, "num_blocks": 256 // block_size}])
 
 
-@pytest.mark.parametrize("depth", range(1, 9))
+@pytest.mark.parametrize("depth", range(9))
 def test_the_number_of_steps_in_flight_does_not_matter(depth: int) -> None:
     stats = serve(requests(), max_inflight_steps=depth).core.stats
-    assert (stats.num_wasted_rows > 0) == (depth > 1)
+    assert (stats.num_wasted_rows > 0) == (depth != 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -89,7 +89,7 @@ def test_the_number_of_workers_does_not_matter(count: int) -> None:
     assert all(worker.steps for worker in cluster.workers.values())
 
 
-@pytest.mark.parametrize("depth", [1, 2, 8])
+@pytest.mark.parametrize("depth", [1, 2, 4, 8, 0])
 @pytest.mark.parametrize("num_blocks", [22, 26, 40])
 def test_preemption_does_not_matter(depth: int, num_blocks: int) -> None:
     workers = [{"num_blocks": num_blocks}]

@@ -106,7 +106,7 @@ def test_at_an_unknown_cost_prefill_is_not_limited() -> None:
     ("field", "value"),
     [
         ("scheduling_policy", "lottery"),
-        ("max_inflight_steps", 0),
+        ("max_inflight_steps", -1),
         ("max_inflight_steps", 9),
         ("watermark", 1.0),
         ("watermark", -0.1),

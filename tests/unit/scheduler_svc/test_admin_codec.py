@@ -6,7 +6,7 @@ from quire.v1 import common_pb2, scheduler_pb2
 from scheduler_svc import admin_codec
 from scheduler_svc.core.account import Account, Wait
 from scheduler_svc.core.lifecycle import RequestState
-from scheduler_svc.core.ready import Explanation
+from scheduler_svc.core.ready import CoreStats, CoreView, Explanation, WorkerView
 from scheduler_svc.core.types import FinishReason, PrefixStop, RequestId, WorkerId
 
 Answer = scheduler_pb2.ExplainResponse
@@ -15,6 +15,38 @@ Answer = scheduler_pb2.ExplainResponse
 def test_a_standby_has_an_empty_snapshot() -> None:
     response = admin_codec.encode_snapshot(leader=False, view=None, stats=None, addresses={})
     assert response == scheduler_pb2.SnapshotResponse()
+
+
+def test_a_snapshot_shows_how_far_it_runs_ahead() -> None:
+    worker = WorkerView(
+        worker_id=WorkerId("w"),
+        num_running=3,
+        num_blocks_used=16,
+        num_blocks=64,
+        num_steps_in_flight=2,
+        last_step=9,
+        draining=True,
+        max_steps_in_flight=4,
+        round_trip_us=2500,
+    )
+    view = CoreView(epoch=7, num_waiting=5, num_running=3, backlog_tokens=99, workers=(worker,))
+    response = admin_codec.encode_snapshot(
+        leader=True, view=view, stats=CoreStats(), addresses={WorkerId("w"): "h:1"}
+    )
+    assert list(response.workers) == [
+        scheduler_pb2.WorkerState(
+            worker_id="w",
+            address="h:1",
+            num_requests_running=3,
+            num_blocks_used=16,
+            num_blocks=64,
+            num_steps_in_flight=2,
+            last_step=9,
+            draining=True,
+            max_steps_in_flight=4,
+            round_trip_us=2500,
+        )
+    ]
 
 
 def explanation(**fields: object) -> Explanation:

@@ -48,6 +48,13 @@ def test_equal_models_hash_equally_and_others_do_not() -> None:
     assert key("a") == key("a") != key("b")
 
 
+def test_the_depth_is_adapted_unless_it_is_set() -> None:
+    assert settings.load([], {}).core_config().max_inflight_steps == 0
+    assert (
+        settings.load([], {"QUIRE_MAX_INFLIGHT_STEPS": "8"}).core_config().max_inflight_steps == 8
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("QUIRE_LEASE_TTL_S", "0"), ("QUIRE_NO_SUCH_THING", "1")]
 )
@@ -96,6 +103,8 @@ def test_metrics_show_the_core_and_its_histograms() -> None:
         num_steps_in_flight=2,
         last_step=9,
         draining=False,
+        max_steps_in_flight=3,
+        round_trip_us=2500,
     )
     view = CoreView(epoch=7, num_waiting=5, num_running=3, backlog_tokens=99, workers=(worker,))
     sample = Sample(
@@ -168,6 +177,8 @@ def test_metrics_show_the_core_and_its_histograms() -> None:
         'quire:blocks_used{model_name="tiny"} 16.0',
         'quire:slots_used{model_name="tiny"} 3.0',
         'quire:epoch{model_name="tiny"} 7.0',
+        'quire:inflight_steps{model_name="tiny",worker_id="w"} 3.0',
+        'quire:round_trip_seconds{model_name="tiny",worker_id="w"} 0.0025',
     ):
         assert line in text, line
 

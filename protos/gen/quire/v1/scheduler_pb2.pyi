@@ -99,6 +99,8 @@ class WorkerState(_message.Message):
     NUM_STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_US_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     address: _builtins.str
@@ -115,6 +117,10 @@ class WorkerState(_message.Message):
     """Last step planned."""
     draining: _builtins.bool
     """It takes no more requests."""
+    max_steps_in_flight: _builtins.int
+    """Most plans that may be in flight now."""
+    round_trip_us: _builtins.int
+    """From a plan to its result, less the worker's own time, microseconds."""
     def __init__(
         self,
         *,
@@ -126,10 +132,12 @@ class WorkerState(_message.Message):
         num_steps_in_flight: _builtins.int = ...,
         last_step: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        max_steps_in_flight: _builtins.int = ...,
+        round_trip_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "last_step", b"last_step", "num_blocks", b"num_blocks", "num_blocks_used", b"num_blocks_used", "num_requests_running", b"num_requests_running", "num_steps_in_flight", b"num_steps_in_flight", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "last_step", b"last_step", "max_steps_in_flight", b"max_steps_in_flight", "num_blocks", b"num_blocks", "num_blocks_used", b"num_blocks_used", "num_requests_running", b"num_requests_running", "num_steps_in_flight", b"num_steps_in_flight", "round_trip_us", b"round_trip_us", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
