@@ -154,11 +154,12 @@ class Executor:
         return await self._loaded
 
     def submit(self, plan: StepPlan) -> bool:
-        """Queues a plan; False, and nothing queued, at the bound."""
+        """Queues a plan, each of its steps singly; False, and nothing queued, at the bound."""
         with self._work:
-            if len(self._plans) >= MAX_QUEUED_PLANS:
+            if len(self._plans) + max(1, plan.num_steps) > MAX_QUEUED_PLANS:
                 return False
-            self._plans.append((plan, self._clock_ns()))
+            now_ns = self._clock_ns()
+            self._plans.extend((step, now_ns) for step in plan.single_steps())
             self._work.notify()
         return True
 

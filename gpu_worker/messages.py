@@ -7,7 +7,7 @@ replica checks them, since a plan is never trusted.
 import enum
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpu_worker.ports import Operation, SamplingSpec
 
@@ -75,7 +75,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step as differences from the one before; see quire.v1.StepPlan."""
+    """A step as differences from the one before, or several equal ones; see quire.v1.StepPlan."""
 
     epoch: int
     step: int
@@ -89,6 +89,20 @@ class StepPlan:
     grow_block_ids: Sequence[int] = ()
     digest: int = 0
     operations: Sequence[Operation] = ()
+
+    @property
+    def last_step(self) -> int:
+        """The last step that the plan stands for; num_steps 0 means 1."""
+        return self.step + max(1, self.num_steps) - 1
+
+    def single_steps(self) -> "list[StepPlan]":
+        """A plan for each step: all differences in the first, none in the others."""
+        first = replace(self, num_steps=1)
+        others = range(self.step + 1, self.last_step + 1)
+        return [
+            first,
+            *(StepPlan(epoch=self.epoch, step=step, digest=self.digest) for step in others),
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,7 +209,7 @@ class Sessions:
             link.last_sent_step = plan.step - 1
         if not self._plans.submit(plan):
             raise TooManyPlansError("too many plans are waiting")
-        self._last_plan_step = plan.step
+        self._last_plan_step = plan.last_step
 
     def add_result(self, result: StepResult) -> None:
         """The next step has ended. Results of steps that a restart has left behind are dropped."""

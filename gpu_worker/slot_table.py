@@ -128,7 +128,7 @@ class TableState:
 def stage(now: TableState, plan: StepPlan, limits: ReplicaLimits) -> TableState:
     """The state after `plan`. Raises InvalidPlanError; `now` and its rows are not changed."""
     if plan.num_steps > 1:
-        raise InvalidPlanError("plans of several steps are not supported")
+        raise InvalidPlanError("a plan of several steps is to be taken apart first")
     if plan.reset:
         after = TableState()
     else:

@@ -284,7 +284,7 @@ def encode_plan(plan: ready.StepPlan) -> bytes:
     out.epoch = plan.epoch
     out.step = plan.step
     out.based_on_step = plan.based_on_step
-    out.num_steps = 1
+    out.num_steps = plan.num_steps
     out.reset = plan.reset
     out.digest = plan.digest
     if plan.releases:

@@ -87,7 +87,8 @@ class SchedulerMetrics:
         """A round of the driver."""
         self._plan_time.observe(core_s)
         for plan in ready.plans:
-            self._step_tokens.observe(plan.num_scheduled_tokens)
+            for _ in range(plan.num_steps):
+                self._step_tokens.observe(plan.num_scheduled_tokens)
         for finish in ready.finishes:
             self._finished(finish)
 

@@ -8,7 +8,7 @@ plan or compute nonsense.
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scheduler_svc.core import CoreConfig, SchedulerCore
@@ -174,6 +174,7 @@ class FakeWorker:
         self.plans: deque[StepPlan] = deque()
         self.outbox: list[Emission] = []
         self.num_wasted_rows = 0
+        self.num_plans = 0
         self.steps: list[dict[Slot, int]] = []
         self.slots: dict[Slot, FakeRow] = {}
         self._generations: dict[Slot, int] = {}
@@ -184,11 +185,16 @@ class FakeWorker:
         self._kv = [[0] * joined.capacity.block_size for _ in range(joined.capacity.num_blocks)]
 
     def take(self, plan: StepPlan) -> None:
-        """Queues a plan. Steps are consecutive."""
+        """Queues a plan, one for each of its steps. Steps are consecutive."""
         assert plan.worker_id == self.worker_id
         assert self._last_step is None or plan.step == self._last_step + 1
-        self._last_step = plan.step
+        assert plan.num_steps == 1 or plan.num_scheduled_tokens == plan.num_rows > 0
+        self._last_step = plan.step + plan.num_steps - 1
+        self.num_plans += 1
         self.plans.append(plan)
+        for step in range(plan.step + 1, self._last_step + 1):
+            same = replace(plan, step=step, reset=False, releases=(), admits=(), operations=())
+            self.plans.append(replace(same, changed=(), growth=()))
 
     def cancel(self, request_id: RequestId) -> None:
         """The gateway tells the worker that a client is gone; the row ends at once."""

@@ -79,10 +79,12 @@ class PlanScript:
         schedule: Sequence[tuple[int, int]] = (),
         growth: Sequence[tuple[int, int]] = (),
         operations: Sequence[Operation] = (),
+        num_steps: int = 1,
     ) -> StepPlan:
         """The next plan; `schedule` holds the rows whose number changes."""
-        self.step += 1
-        reset = self.step == 1 if reset is None else reset
+        first_step = self.step + 1
+        self.step += num_steps
+        reset = first_step == 1 if reset is None else reset
         if reset:
             self.tables.clear()
         for slot in releases:
@@ -94,7 +96,8 @@ class PlanScript:
                 self.tables[slot][1].append(block)
         return StepPlan(
             epoch=self.epoch,
-            step=self.step,
+            step=first_step,
+            num_steps=num_steps,
             reset=reset,
             release_slots=tuple(releases),
             admits=tuple(admits),

@@ -43,6 +43,7 @@ class WorkerLife:
         self._worker_id = worker_id
         self._epoch = epoch
         self._first_step = 0  # 0 until the plan with `reset` has come
+        # Plans with their last steps, oldest first.
         self._unreturned: deque[tuple[int, bytes]] = deque()
         self._snapshot_gateways: set[str] = set()
 
@@ -54,12 +55,16 @@ class WorkerLife:
             self._first_step = plan.step
             self.last_result_step = plan.step - 1
         raw = codec.encode_plan(plan)
-        self._unreturned.append((plan.step, raw))
-        self.health.sent(plan.step, plan.num_scheduled_tokens, now_ns)
+        self._unreturned.append((plan.step + plan.num_steps - 1, raw))
+        for step in range(plan.step, plan.step + plan.num_steps):
+            self.health.sent(step, plan.num_scheduled_tokens, now_ns)
         return raw
 
     def resume(self, hello: Hello) -> list[bytes]:
-        """The plans to send again in a new session. Raises CannotResumeError."""
+        """The plans to send again in a new session. Raises CannotResumeError.
+
+        A worker has all steps of a plan or none, whatever it has computed of them.
+        """
         oldest_needed = self.last_result_step + 1
         applied = hello.last_applied_step
         if hello.incarnation != self.incarnation:
@@ -68,7 +73,7 @@ class WorkerLife:
             raise CannotResumeError("it has forgotten steps")
         if applied >= oldest_needed > 1 and hello.first_result_step > oldest_needed:
             raise CannotResumeError("it no longer has the results")
-        return [raw for step, raw in self._unreturned if step > applied]
+        return [raw for last_step, raw in self._unreturned if last_step > applied]
 
     def event(self, report: StepReport, now_ns: int) -> StepCompleted | StepFailed | None:
         """What the core is to be told; None for a result of an older life or a repeated one.
@@ -78,7 +83,7 @@ class WorkerLife:
         stale = report.epoch != self._epoch or report.step <= self.last_result_step
         if stale or self._first_step == 0:
             return None
-        if not self._unreturned or report.step != self._unreturned[0][0]:
+        if not self._unreturned or report.step != self.last_result_step + 1:
             raise LinkError(f"result of step {report.step} follows {self.last_result_step}")
         fault = next((f for f in report.faults if f.scope is not FaultScope.REQUEST), None)
         if fault is not None:
@@ -105,9 +110,10 @@ class WorkerLife:
         )
 
     def returned(self, now_ns: int) -> int:
-        """The oldest plan's result is with the core; returns the time since it was sent."""
-        step, _ = self._unreturned.popleft()
-        self.last_result_step = step
+        """The oldest step's result is with the core; returns the time since it was sent."""
+        self.last_result_step += 1
+        if self._unreturned[0][0] == self.last_result_step:
+            self._unreturned.popleft()
         return self.health.returned(now_ns)
 
     def snapshot_gateways(self, chunk: SnapshotChunk) -> frozenset[str] | None:

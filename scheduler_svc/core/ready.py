@@ -1,6 +1,6 @@
 """What the core wants done."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler_svc.core.account import Account
 from scheduler_svc.core.lifecycle import RequestState
@@ -51,7 +51,10 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step of one worker as differences from its last one; see quire.v1.StepPlan.
+    """A step of one worker as differences from its last one; see quire.v1.StepPlan.
+
+    With num_steps above 1 it stands for as many equal steps of decodes from `step` on. Its growth
+    is that of all of them, given before the first.
 
     `changed` holds (slot, num_tokens), `growth` (slot, block). num_scheduled_tokens, num_rows
     and num_chunks (rows that leave part of their prompt for later) describe the step, for metrics;
@@ -74,6 +77,21 @@ class StepPlan:
     operations: tuple[Operation, ...] = ()
     max_steps_in_flight: int = 0
     round_trip_us: int = 0
+    num_steps: int = 1
+
+    def and_then(self, then: "StepPlan") -> "StepPlan | None":
+        """One plan for both, if all rows are decodes and the next step has the same; else None."""
+        if then.reset or then.releases or then.admits or then.changed or then.operations:
+            return None
+        only_decodes = 0 < self.num_rows == self.num_scheduled_tokens
+        if not only_decodes or then.worker_id != self.worker_id:
+            return None
+        return replace(
+            self,
+            num_steps=self.num_steps + then.num_steps,
+            growth=self.growth + then.growth,
+            digest=then.digest,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

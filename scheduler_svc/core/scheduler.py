@@ -144,7 +144,11 @@ class SchedulerCore:
                 self.stats.num_chunked_prefills += plan.num_chunks
                 if plan.operations:
                     self.stats.num_copied_blocks += fork.num_copied(plan.operations)
-                plans.append(plan)
+                several = plans[-1].and_then(plan) if plans else None
+                if several is None:
+                    plans.append(plan)
+                else:
+                    plans[-1] = several
         self._end_stranded()
         ready = Ready(
             plans=tuple(plans),

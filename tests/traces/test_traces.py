@@ -149,6 +149,7 @@ def test_there_is_a_trace_for_each_behaviour() -> None:
         "never-fits",
         "preempt-resume",
         "prefix-hit",
+        "several-steps",
         "static",
         "step-failed",
         "superseded",

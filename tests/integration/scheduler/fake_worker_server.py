@@ -202,9 +202,15 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         async for request in requests:
             plan = request.plan
             assert plan.reset or plan.step == self._last_plan_step + 1, "a plan is missing"
-            self._last_plan_step = plan.step
+            self._last_plan_step = plan.step + plan.num_steps - 1
             self.plans.append(plan)
             self._queue.put_nowait(plan)
+            for step in range(plan.step + 1, self._last_plan_step + 1):
+                self._queue.put_nowait(
+                    worker_pb2.StepPlan(
+                        epoch=plan.epoch, step=step, num_steps=1, digest=plan.digest
+                    )
+                )
 
     async def _write(self, context: Any, sent: int) -> None:
         while True:

@@ -62,12 +62,19 @@ class CountingObserver:
 class Rig:
     """One link under a real core: each event is fed at once, each plan sent at once."""
 
-    def __init__(self, worker: FakeWorkerServer, *, epoch: int = EPOCH, grace_s: float = 0.5):
+    def __init__(
+        self,
+        worker: FakeWorkerServer,
+        *,
+        epoch: int = EPOCH,
+        grace_s: float = 0.5,
+        depth: int = 2,
+    ) -> None:
         self.events: list[Event] = []
         self.finishes: list[Finish] = []
         self.observer = CountingObserver()
         self.digests: list[str] = []
-        self.core = SchedulerCore(CoreConfig(max_inflight_steps=2))
+        self.core = SchedulerCore(CoreConfig(max_inflight_steps=depth))
         self.core.feed(BecameLeader(now_ns=CLOCK.now_ns(), epoch=epoch))
         self.link = WorkerLink(
             self.record(worker),
@@ -169,15 +176,17 @@ async def test_a_worker_joins_computes_and_its_results_reach_the_core(
 
 
 @pytest.mark.parametrize("lost_on_the_way", ["results", "plans"])
+@pytest.mark.parametrize("depth", [2, 8])
 async def test_a_broken_stream_is_resumed_without_a_trace(
-    worker: FakeWorkerServer, lost_on_the_way: str
+    worker: FakeWorkerServer, lost_on_the_way: str, depth: int
 ) -> None:
+    """With depth 8 the first break is within a plan of several steps."""
     worker.step_s = 0.002
     arrival = request(prompt=5, max_tokens=120)
-    async with Rig(worker).running() as rig:
+    async with Rig(worker, depth=depth).running() as rig:
         await rig.saw(WorkerJoined)
         rig.feed(arrival)
-        for count in (10, 30, 50, 70):
+        for count in (4, 30, 50, 70):
             await rig.saw(StepCompleted, count)
             if lost_on_the_way == "plans":
                 worker.flow.clear()
@@ -186,6 +195,7 @@ async def test_a_broken_stream_is_resumed_without_a_trace(
             worker.flow.set()
         await eventually(lambda: rig.finishes)
     assert worker.num_sessions == 5
+    assert (max(plan.num_steps for plan in worker.plans) > 2) == (depth > 2)
     assert rig.of(WorkerLost) == []
     assert len(rig.of(WorkerJoined)) == 1
     steps = [event.step for event in rig.of(StepCompleted)]

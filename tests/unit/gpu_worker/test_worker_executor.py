@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,6 +120,71 @@ async def test_more_plans_than_may_wait_are_not_taken(make_bench: Callable[..., 
     await asyncio.sleep(0.05)
     assert bench.outcomes.empty()
     assert bench.executor.idle
+
+
+async def test_a_plan_of_several_steps_gives_a_result_for_each(
+    make_bench: Callable[..., Any],
+) -> None:
+    """The same tokens as single plans: block 24 is there before the row needs it."""
+    single, several = await make_bench(), await make_bench()
+    for bench in (single, several):
+        bench.submit(admits=[make_admit()], schedule=[(0, 5)])
+        await bench.outcome()
+    single.submit(schedule=[(0, 1)])
+    for step in range(3, 8):
+        single.submit(growth=[(0, 24)] if step == 5 else ())
+    several.submit(schedule=[(0, 1)], growth=[(0, 24)], num_steps=6)
+    for step in range(2, 8):
+        results = [(await bench.outcome()).result for bench in (single, several)]
+        assert [result.step for result in results] == [step, step]
+        assert results[0].token_ids == results[1].token_ids
+        assert not results[1].faults
+
+
+async def test_more_steps_than_may_wait_are_not_taken(make_bench: Callable[..., Any]) -> None:
+    bench = await make_bench()
+    plan = bench.script.plan(num_steps=MAX_QUEUED_PLANS)
+    assert not bench.executor.submit(replace(plan, num_steps=MAX_QUEUED_PLANS + 1))
+    assert not bench.executor.submit(replace(plan, num_steps=2**32 - 1))
+    assert bench.executor.submit(plan)
+
+
+async def test_steps_after_a_failed_one_of_their_plan_are_void(
+    make_bench: Callable[..., Any],
+) -> None:
+    bench = await make_bench(fail_at_step="error@3")
+    bench.submit(admits=[make_admit()], schedule=[(0, 5)])
+    bench.submit(schedule=[(0, 1)], num_steps=4)
+    bench.submit(reset=True, admits=[make_admit()], schedule=[(0, 5)])
+    codes = [[f.code for f in (await bench.outcome()).result.faults] for _ in range(6)]
+    void = [FaultCode.AWAITING_RESET]
+    assert codes == [[], [], [FaultCode.COMPUTE], void, void, []]
+
+
+async def test_a_row_that_ends_within_a_plan_of_several_steps_is_skipped(
+    make_bench: Callable[..., Any],
+) -> None:
+    bench = await make_bench()
+    ends = make_admit(sampling=SamplingSpec(max_tokens=3))
+    bench.submit(admits=[ends], schedule=[(0, 5)])
+    bench.submit(schedule=[(0, 1)], num_steps=4)
+    results = [(await bench.outcome()).result for _ in range(5)]
+    assert [list(result.finished_slots) for result in results] == [[], [], [0], [], []]
+    assert [result.num_wasted_rows for result in results] == [0, 0, 0, 1, 1]
+
+
+async def test_a_cancel_ends_a_row_between_the_steps_of_a_plan(
+    make_bench: Callable[..., Any],
+) -> None:
+    runner = GatedRunner(OPTIONS)
+    bench = await make_bench(lambda: runner)
+    bench.submit(admits=[make_admit()], schedule=[(0, 5)], num_steps=1)
+    bench.submit(schedule=[(0, 1)], num_steps=4)
+    await asyncio.to_thread(runner.entered.wait, 10)
+    bench.executor.cancel(make_admit().request_id)
+    runner.gate.set()
+    results = [(await bench.outcome()).result for _ in range(5)]
+    assert [result.num_wasted_rows for result in results] == [0, 1, 1, 1, 1]
 
 
 async def test_a_cancel_while_a_step_runs_takes_effect_before_the_next(

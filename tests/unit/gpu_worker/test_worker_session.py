@@ -40,9 +40,9 @@ class FakePlans:
         self.state = Snapshot()
 
     def submit(self, plan: StepPlan) -> bool:
-        if len(self.queued) >= 8:
+        if len(self.queued) + max(1, plan.num_steps) > 8:
             return False
-        self.queued.append(plan)
+        self.queued.extend(plan.single_steps())
         return True
 
     def discard_plans(self) -> None:
@@ -235,6 +235,32 @@ def test_a_reset_may_leave_steps_out(bench: Bench) -> None:
     assert bench.results(link) == []
     bench.end_steps()
     assert bench.results(link) == [8]
+
+
+def test_a_plan_of_several_steps_is_followed_by_the_step_after_them(bench: Bench) -> None:
+    link = bench.open()
+    bench.plan(link, 1)
+    bench.sessions.receive(link, StepPlan(epoch=1, step=2, num_steps=3))
+    assert bench.sessions.last_applied_step == 4
+    with pytest.raises(ProtocolError):
+        bench.plan(link, 3)
+    bench.plan(link, 5)
+
+
+def test_a_stream_that_breaks_within_a_plan_of_several_steps_resumes_there(bench: Bench) -> None:
+    """The rest is computed meanwhile, and nothing is sent twice."""
+    link = bench.open()
+    bench.plan(link, 1)
+    bench.sessions.receive(link, StepPlan(epoch=1, step=2, num_steps=3))
+    bench.end_steps(2)
+    assert bench.results(link) == [1, 2]
+    bench.sessions.close(link)
+    bench.end_steps(1)
+    link = bench.resync(2)
+    assert bench.sessions.last_applied_step == 4
+    assert bench.results(link) == [3]
+    bench.end_steps(1)
+    assert bench.results(link) == [4]
 
 
 def test_a_plan_of_another_epoch_breaks_the_protocol(bench: Bench) -> None:

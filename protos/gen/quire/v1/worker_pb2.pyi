@@ -640,7 +640,9 @@ class StepPlan(_message.Message):
     based_on_step: _builtins.int
     """Last result that the scheduler had seen."""
     num_steps: _builtins.int
-    """Decode steps this plan stands for; 0 and 1 are one."""
+    """Equal decode steps this plan stands for, at most 8; 0 and 1 are one. They are `step` and those
+    after it, each with a result of its own; all growth comes before the first.
+    """
     reset: _builtins.bool
     """Forget every slot and scheduled row first."""
     digest: _builtins.int
