@@ -100,7 +100,8 @@ def test_a_fork_waits_for_the_result_and_for_no_more() -> None:
     """A worker may leave out rows of a source that it knows to have ended."""
     c = cluster(depth=4)
     c.arrive_together(*samples(2))
-    assert [len(plan.admits) for plan in c.last.plans] == [1, 0, 0, 0]
+    plans = [(len(plan.admits), plan.num_steps) for plan in c.last.plans]
+    assert plans == [(1, 1), (0, 3)]
     c.step()
     (plan,) = c.last.plans
     assert [admit.num_computed_tokens for admit in plan.admits] == [65]
@@ -238,7 +239,7 @@ def test_forks_of_a_prompt_that_the_cache_holds_whole_begin_with_their_source() 
     c.arrive(make_request("before", prompt=64, family=1, max_tokens=1))
     c.run()
     c.arrive_together(*samples(3, prompt=65))
-    assert [len(plan.admits) for plan in c.last.plans] == [3, 0]
+    assert [(len(plan.admits), plan.num_steps) for plan in c.last.plans] == [(3, 2)]
     assert (c.core.stats.num_forks, c.core.stats.num_copied_blocks) == (2, 0)
     c.run()
     assert_right(c, *samples(3, prompt=65))

@@ -96,7 +96,8 @@ def test_a_plan_that_brings_anything_but_blocks_is_not_joined(what: str) -> None
     c.arrive(make_request("a", max_tokens=30))
     (plan,) = c.steps(6).plans
     assert plan.and_then(plan) is not None
-    assert plan.and_then(replace(plan, **{what: (1,)})) is None
+    news: dict[str, Any] = {what: (1,)}
+    assert plan.and_then(replace(plan, **news)) is None
 
 
 def test_two_workers_never_share_a_plan() -> None:
