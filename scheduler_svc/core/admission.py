@@ -54,6 +54,8 @@ class _Fill:
     late: list[Request] = field(default_factory=list)
     # The lowest counter of those that were looked at and not admitted.
     least: float = float("inf")
+    # Of the other workers with room the one that has least to do.
+    emptiest: WorkerState | None = None
 
 
 class Admission:
@@ -94,7 +96,8 @@ class Admission:
         """Admits from the queue what belongs on this worker now."""
         if worker.draining or not self._is_open(worker, budget, num_admitted=0):
             return
-        fill = _Fill(worker=worker, budget=budget, now_ns=now_ns)
+        emptiest = self._emptiest_but(worker) if len(self._waiting) > 1 else None
+        fill = _Fill(worker=worker, budget=budget, now_ns=now_ns, emptiest=emptiest)
         for request in self._waiting.in_turn(fill.left):
             if not self._goes_on(fill, request):
                 break
@@ -160,15 +163,29 @@ class Admission:
         if request.held_for in fill.worker.coming and request.num_holds < config.max_holds:
             request.num_holds += 1
             return None, Wait.HELD_BACK
+        other = fill.emptiest
+        if other in workers and planner.is_better(other, fill.worker, request, config):
+            return None, Wait.TURN
         changes = tuple(
             (worker.session, worker.pool.num_released + worker.num_prompt_blocks)
             for worker in workers
         )
         if request.had_no_room_at == changes:
             return None, Wait.BLOCKS
-        placement = planner.find_placement(request, workers, config, self._sharing.match)
+        placement = planner.find_placement(
+            request, workers, config, self._sharing.match, fill.worker
+        )
         request.had_no_room_at = changes if placement is None else None
         return placement, Wait.BLOCKS if placement is None else Wait.TURN
+
+    def _emptiest_but(self, worker: WorkerState) -> WorkerState | None:
+        """So that of many that wait not each is matched with all workers, in the plan of each."""
+        others = [
+            other
+            for other in self._workers.values()
+            if other is not worker and not other.draining and planner.has_room(other, self._config)
+        ]
+        return min(others, key=planner.load, default=None)
 
     def _waits_to_fork(self, request: Request, found: Fork) -> bool:
         """Whether the request waits for the fork: for its source, or for the turn of its worker.

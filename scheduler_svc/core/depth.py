@@ -31,10 +31,13 @@ _MIN_RESULTS = 8
 _ROUND_TRIP_SHARE = 0.05
 _LEAST_ROUND_TRIP_US = 20.0
 _LEAST_LEAD_US = 1000.0
-_LEAD_FADE = 0.998
+_LEAD_FADE = 0.995
 # By which one wait may raise the lead: a longer one was a pause.
 _MOST_OF_A_STEP = 0.25
-# A worker always waits a little between two steps.
+_MOST_STEPS = 3
+# A worker always waits a little between two steps; its lower quartile is followed by such steps, up
+# to a bound. What is so much longer was a wait for its plan.
+_IDLE_UP_US, _IDLE_DOWN_US, _MOST_OWN_IDLE_US = 2, 6, 200
 _FREE_IDLE_US = 50
 # Timers are no finer: what is due so soon is due now.
 _TIMER_NS = 1_000_000
@@ -56,6 +59,7 @@ class Depth:
         self.held_until_ns: int | None = None
         self.adapts = limit == 0
         self._lead_us = _LEAST_LEAD_US
+        self._own_idle_us = 0
         self._num_results = 0
         self._num_spare = 0
         self._last_result_ns = 0
@@ -116,10 +120,8 @@ class Depth:
 
     def _adapt(self, flight: StepInFlight, event: StepCompleted) -> None:
         self._lead_us = max(_LEAST_LEAD_US, self._lead_us * _LEAD_FADE)
-        if flight.follows and event.idle_us > _FREE_IDLE_US:
-            more_us = min(event.idle_us, _MOST_OF_A_STEP * flight.expected_us)
-            most_us = max(_LEAST_LEAD_US, flight.expected_us)
-            self._lead_us = min(self._lead_us + more_us, most_us)
+        if flight.follows:
+            self._raise_lead(flight, event.idle_us)
         num_ahead = (self.round_trip_us + self._lead_us) / flight.expected_us
         wanted = min(MAX_STEPS, 1 + math.ceil(num_ahead))
         if wanted > self.k:
@@ -132,3 +134,12 @@ class Depth:
         self._num_spare += 1
         if self._num_spare >= _NUM_SPARE:
             self.k, self._num_spare = lower, 0
+
+    def _raise_lead(self, flight: StepInFlight, idle_us: int) -> None:
+        own_us = self._own_idle_us
+        if idle_us > own_us + _FREE_IDLE_US:
+            more_us = min(idle_us, _MOST_OF_A_STEP * flight.expected_us)
+            most_us = max(_LEAST_LEAD_US, _MOST_STEPS * flight.expected_us)
+            self._lead_us = min(self._lead_us + more_us, most_us)
+        own_us += _IDLE_UP_US if idle_us > own_us else -_IDLE_DOWN_US
+        self._own_idle_us = max(0, min(own_us, _MOST_OWN_IDLE_US))

@@ -149,10 +149,12 @@ def find_placement(
     workers: Sequence[WorkerState],
     config: CoreConfig,
     match: Callable[[Request, WorkerState], PrefixMatch],
+    planning: WorkerState,
 ) -> Placement | None:
     """The cheapest worker that has room for the whole request now; None if none has.
 
-    Room: a free slot, and blocks for all known tokens above the watermark.
+    Among equals the one whose step is planned: it can have the request at once. Room is a free
+    slot, and blocks for all known tokens above the watermark.
     """
     best: Placement | None = None
     most_cached = 0
@@ -167,12 +169,11 @@ def find_placement(
         spare = worker.pool.num_free - worker.pool.num_free_among(cached) - num_new
         if spare < watermark(worker, config):
             continue
-        cost = policy.placement_cost(
-            num_uncached=len(request.token_ids) - num_cached,
-            num_pending_prefill=worker.num_pending_prefill,
-            num_running=len(worker.running),
-        )
-        if best is None or cost < best.cost:
+        cost = load(worker, len(request.token_ids) - num_cached)
+        if best is None or (cost, worker is not planning) < (
+            best.cost,
+            best.worker is not planning,
+        ):
             best = Placement(
                 worker=worker,
                 shared=cached,
@@ -184,6 +185,23 @@ def find_placement(
     if best is not None and most_cached > best.num_cached:
         best = replace(best, stop=PrefixStop.ELSEWHERE)
     return best
+
+
+def is_better(worker: WorkerState, than: WorkerState, request: Request, config: CoreConfig) -> bool:
+    """Whether the request would go to `worker` rather, whatever the caches of both have of it."""
+    num_tokens = len(request.token_ids)
+    spare = worker.pool.num_free - worker.blocks_for(num_tokens)
+    is_there_room = spare >= watermark(worker, config)
+    return is_there_room and load(worker, num_tokens) < load(than, num_uncached=1)
+
+
+def load(worker: WorkerState, num_uncached: int = 0) -> int:
+    """What placement compares, for a request of which so many tokens are not cached there."""
+    return policy.placement_cost(
+        num_uncached=num_uncached,
+        num_pending_prefill=worker.num_pending_prefill,
+        num_running=len(worker.running),
+    )
 
 
 def has_room(worker: WorkerState, config: CoreConfig) -> bool:

@@ -146,6 +146,21 @@ def test_of_many_that_do_not_fit_a_few_are_looked_at(policy: str) -> None:
     assert counts[1] <= counts[0] + 10
 
 
+def test_of_a_burst_not_each_request_is_matched_with_each_worker() -> None:
+    """Those that go to an emptier worker are seen to do so by its load."""
+    c = Cluster(make_core(max_inflight_steps=1))
+    for number in range(16):
+        c.begin(f"w{number}", num_slots=256, num_blocks=4096, max_num_batched_tokens=4096)
+    c.arrive_together(*(make_request(f"r{i}", max_tokens=90) for i in range(2000)))
+    for number in range(16):
+        c.step(f"w{number}")
+    c.now_ns += MS
+    count, ready = count_calls(c, c.result("w3"))
+    assert sum(len(plan.admits) for plan in ready.plans) > 0
+    assert c.core.view().num_waiting > 64
+    assert count <= 64 * 30
+
+
 @pytest.mark.parametrize("what", ["no room", "held back"])
 def test_long_prompts_that_wait_are_not_matched_in_each_step(what: str) -> None:
     """64 of 63 blocks each are looked at; a match makes a call for each block that it finds."""

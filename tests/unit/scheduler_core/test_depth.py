@@ -32,6 +32,7 @@ class TimedCluster(Cluster):
         self.jitter: Callable[[], int] = lambda: 0
         self.delay_jitter: Callable[[], int] = lambda: 0
         self.free_at = 0
+        self.own_ns = 0
         self.idle_ns: list[int] = []
         self.first_tokens: dict[str, int] = {}
         self.depths: list[int] = []
@@ -72,6 +73,7 @@ class TimedCluster(Cluster):
     def _compute(self, plan: StepPlan) -> None:
         now = self.now_ns
         begin = max(now, self.free_at)
+        begin += self.own_ns
         idle = begin - self.free_at
         duration = max(1, self.step_ns + self.jitter()) if plan.num_rows else 0
         self.free_at = begin + duration
@@ -190,6 +192,16 @@ def test_noise_neither_makes_it_flap_nor_leaves_the_worker_without_work(
     changes = sum(a != b for a, b in itertools.pairwise(c.depths[turns:]))
     assert changes <= 4
     assert sum(c.idle_ns[begin:]) <= 0.005 * 1000 * STEP
+
+
+def test_what_a_worker_needs_between_two_steps_is_no_wait_for_a_plan() -> None:
+    c = TimedCluster(delay=MS)
+    c.own_ns = MS // 10
+    for number in range(NUM_OLD):
+        c.arrive(make_request(f"old{number}", prompt=5, max_tokens=4000))
+    c.run_until(600 * STEP)
+    assert set(c.depths[-300:]) == {2}
+    assert c.idle_ns[-300:] == [c.own_ns] * 300
 
 
 def test_it_follows_a_way_that_gets_longer_and_shorter() -> None:

@@ -1,0 +1,1 @@
+"""What the way between scheduler and workers costs: see benchmarks.control_plane."""
