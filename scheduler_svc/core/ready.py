@@ -8,6 +8,7 @@ from scheduler_svc.core.types import (
     BlockId,
     FinishReason,
     OperationKind,
+    PreemptionMode,
     PrefixStop,
     RequestId,
     SamplingSpec,
@@ -50,11 +51,26 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preemption:
+    """A request that lost its blocks, how, and what either way was expected to cost.
+
+    None where it can't be told, or can't be done. `num_blocks` are copied to the host.
+    """
+
+    request_id: RequestId
+    mode: PreemptionMode
+    swap_us: int | None
+    recompute_us: int | None
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step of one worker as differences from its last one; see quire.v1.StepPlan.
 
-    `changed` holds (slot, num_tokens), `growth` (slot, block). num_scheduled_tokens, num_rows
-    and num_chunks (rows that leave part of their prompt for later) describe the step, for metrics.
+    `changed` holds (slot, num_tokens), `growth` (slot, block). num_scheduled_tokens, num_rows,
+    num_chunks (rows that leave part of their prompt for later) and preemptions describe the step,
+    for metrics and traces.
     """
 
     worker_id: WorkerId
@@ -71,6 +87,7 @@ class StepPlan:
     num_rows: int
     num_chunks: int
     operations: tuple[Operation, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +137,14 @@ class Ready:
 class CoreStats:
     """Counters since the start; only the core writes them."""
 
-    num_preemptions: int = 0
+    # Requests that lost their blocks to others, by what became of their work.
+    preemptions: dict[PreemptionMode, int] = field(
+        default_factory=lambda: dict.fromkeys(PreemptionMode, 0)
+    )
+    # Swapped requests whose host blocks were of no use in the end, and which began anew.
+    num_swaps_void: int = 0
+    num_blocks_swapped_out: int = 0
+    num_blocks_swapped_in: int = 0
     num_recovered: int = 0
     num_superseded: int = 0
     num_stale_arrivals: int = 0
@@ -143,6 +167,11 @@ class CoreStats:
     num_copied_blocks: int = 0
     num_chunked_prefills: int = 0
 
+    @property
+    def num_preemptions(self) -> int:
+        """All of them."""
+        return sum(self.preemptions.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
@@ -155,6 +184,9 @@ class WorkerView:
     num_steps_in_flight: int
     last_step: int
     draining: bool
+    num_swapped: int = 0
+    num_host_blocks_used: int = 0
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +215,11 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreView:
-    """The core between two events."""
+    """The core between two events. num_waiting counts neither running nor swapped requests."""
 
     epoch: int
     num_waiting: int
     num_running: int
     backlog_tokens: int
     workers: tuple[WorkerView, ...]
+    num_swapped: int = 0

@@ -33,6 +33,7 @@ from scheduler_svc.core.events import (
 from scheduler_svc.core.explain import EndedRequests
 from scheduler_svc.core.lifecycle import Move, RequestState
 from scheduler_svc.core.planner import StepBudget
+from scheduler_svc.core.preemption import Preemptions
 from scheduler_svc.core.ready import CoreStats, CoreView, Explanation, Finish, Ready, StepPlan
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.results import ResultBook
@@ -82,6 +83,14 @@ class SchedulerCore:
             waiting=self._waiting,
             tenants=self._tenants,
             workers=self._workers,
+        )
+        self._preemptions = Preemptions(
+            config=config,
+            stats=self.stats,
+            sharing=self._sharing,
+            waiting=self._waiting,
+            admission=self._admission,
+            start_anew=self._yield,
         )
         self._results = ResultBook(
             stats=self.stats,
@@ -156,15 +165,8 @@ class SchedulerCore:
 
     def view(self) -> CoreView:
         """Counts for Snapshot and metrics."""
-        workers = self._workers.values()
-        num_running = sum(len(worker.running) for worker in workers)
-        num_computed = sum(int(w.rows.num_computed[w.order].sum()) for w in workers)
-        return CoreView(
-            epoch=self._epoch,
-            num_waiting=len(self._requests) - num_running,
-            num_running=num_running,
-            backlog_tokens=self._num_total_tokens - num_computed,
-            workers=tuple(worker.view() for worker in workers),
+        return explain.core_view(
+            self._epoch, len(self._requests), self._num_total_tokens, self._workers.values()
         )
 
     def explain(self, request_id: RequestId) -> Explanation | None:
@@ -176,15 +178,10 @@ class SchedulerCore:
         return explain.held(
             request,
             place=self._waiting.place(request) if waits else None,
-            num_computed_tokens=self._num_computed(request),
+            worker=None if request.worker_id is None else self._workers[request.worker_id],
             now_ns=self._now_ns,
             account=self._account(request),
         )
-
-    def _num_computed(self, request: Request) -> int:
-        if request.worker_id is None:
-            return 0
-        return int(self._workers[request.worker_id].rows.num_computed[request.slot])
 
     def _account(self, request: Request) -> Account:
         return request.account(self._now_ns, self._admission.overtaken_ns(request))
@@ -304,9 +301,8 @@ class SchedulerCore:
 
     def _drop(self, request: Request) -> None:
         """Takes a request out of everything. Its rows in flight find it FINISHED."""
-        if request.state is RequestState.RUNNING:
-            assert request.worker_id is not None
-            self._workers[request.worker_id].vacate(request)
+        if request.worker_id is not None:
+            self._workers[request.worker_id].take_off(request)
         elif request.state is RequestState.WAITING:
             self._waiting.remove(request)
         request.move(Move.FINISH)
@@ -358,9 +354,8 @@ class SchedulerCore:
             request.attempt == attempt and request.state is not RequestState.WAITING
         ):
             return
-        if request.state is RequestState.RUNNING:
-            assert request.worker_id is not None
-            self._yield(self._workers[request.worker_id], request)
+        if request.worker_id is not None:
+            self._yield(self._workers[request.worker_id], request, False)
         request.attempt = attempt + 1
         request.emit_from = 0
         request.emitted_by = None
@@ -370,6 +365,9 @@ class SchedulerCore:
         if worker is None:
             return
         self._last_steps[worker_id] = worker.last_step
+        for swapped in list(worker.swap.swapped.values()):
+            self._yield(worker, swapped.request, False)
+            self.stats.num_recovered += 1
         self._void_in_flight(worker)
         for request in list(worker.running.values()):
             request.set_back(self._now_ns, preempted=False)
@@ -383,17 +381,20 @@ class SchedulerCore:
         """No result of the steps in flight will come."""
         for flight in worker.in_flight:
             for row in sorted(flight.gone):
-                self._row_returned(flight.batch.requests[row])
+                self._row_returned(flight.batch.requests[row], False)
         worker.in_flight.clear()
 
-    def _row_returned(self, request: Request) -> None:
+    def _row_returned(self, request: Request, is_whole: bool) -> None:
         """One step less is in flight with a request that has left its slot."""
-        if request.state is not RequestState.RETURNING:
-            return
-        request.num_in_flight -= 1
-        if request.num_in_flight == 0:
-            request.move(Move.RETURN)
-            self._wait(request)
+        if request.state is RequestState.SWAPPED:
+            assert request.worker_id is not None
+            worker = self._workers[request.worker_id]
+            self._preemptions.row_returned(worker, request, is_whole=is_whole)
+        elif request.state is RequestState.RETURNING:
+            request.num_in_flight -= 1
+            if request.num_in_flight == 0:
+                request.move(Move.RETURN)
+                self._wait(request)
 
     def _count_loss(self, request: Request) -> None:
         """Bounds how often one request may lose its worker: it may be what kills them."""
@@ -413,9 +414,10 @@ class SchedulerCore:
         for worker in self._workers.values():
             if not worker.draining:
                 continue
-            for request in list(worker.running.values()):
+            swapped = [swapped.request for swapped in worker.swap.swapped.values()]
+            for request in [*worker.running.values(), *swapped]:
                 if any(not w.draining for w in self._admission.eligible(request)):
-                    self._yield(worker, request)
+                    self._yield(worker, request, False)
 
     # Results
 
@@ -427,6 +429,7 @@ class SchedulerCore:
         flight = worker.in_flight.popleft()
         worker.last_result_step = event.step
         worker.num_failed_in_a_row = 0
+        self._preemptions.operations_done(worker, event.operations_done)
         self._results.book(worker, flight, event, self._now_ns)
 
     def _step_failed(self, event: StepFailed) -> None:
@@ -441,24 +444,26 @@ class SchedulerCore:
             self._given_up.append(event.worker_id)
             self._lost(event.worker_id)
             return
+        self._preemptions.operations_done(worker, event.operations_done)
+        self._preemptions.forget_unfinished(worker)
         self._void_in_flight(worker)
         for request in list(worker.running.values()):
-            self._yield(worker, request)
+            self._yield(worker, request, False)
         worker.start_over()
 
     # Planning
 
-    def _fill(self, worker: WorkerState, budget: StepBudget) -> None:
-        self._admission.fill(worker, budget, self._now_ns)
+    def _fill(self, worker: WorkerState, budget: StepBudget, is_short: bool) -> None:
+        self._preemptions.bring_back(worker, budget, self._now_ns, is_short=is_short)
+        if not is_short:
+            self._admission.fill(worker, budget, self._now_ns)
 
     def _preempt(self, worker: WorkerState, request: Request) -> None:
-        request.num_preemptions += 1
-        self.stats.num_preemptions += 1
-        self._yield(worker, request, preempted=True)
+        self._preemptions.preempt(worker, request, self._now_ns)
 
-    def _yield(self, worker: WorkerState, request: Request, *, preempted: bool = False) -> None:
-        """Takes a running request off its worker; it waits at the place of its rank."""
-        worker.vacate(request)
+    def _yield(self, worker: WorkerState, request: Request, preempted: bool) -> None:
+        """Takes a request off its worker; it begins anew, at the place of its rank."""
+        worker.take_off(request)
         request.set_back(self._now_ns, preempted=preempted)
         request.forget_work()
         if request.num_in_flight > 0:
