@@ -96,16 +96,21 @@ class History:
             self.cluster.advance(MS)
 
     def arrive(self) -> None:
-        """One request or several."""
-        for _ in range(self.pick(1, 2, 4)):
+        """One request or several; at times they are samples of one prompt."""
+        count = self.pick(1, 2, 4)
+        group = b"%d" % len(self.names) if self.pick(True, False, False) else b""
+        prompt = self.random.randint(1, 14)
+        for index in range(count):
             self.names.append(f"r{len(self.names)}")
             self.cluster.arrive(
                 make_request(
                     self.names[-1],
-                    prompt=self.random.randint(1, 14),
+                    prompt=prompt if group else self.random.randint(1, 14),
                     max_tokens=self.random.randint(1, 24),
                     stop_after=self.pick(None, None, 5),
-                    family=self.pick(None, None, 0, 1),
+                    family=self.pick(None, None, 0, 1) if not group else 0,
+                    sample_group=group,
+                    sample_index=index if group else 0,
                     priority=self.pick(0, 0, 0, -1, 1),
                     tenant=self.pick("a", "b"),
                     deadline_ns=self.pick(None, None, None, self.cluster.now_ns + 30 * MS),

@@ -84,14 +84,12 @@ class Admission:
 
     def eligible(self, request: Request) -> list[WorkerState]:
         """Workers that could run the request and whose tokens its gateway reads."""
-        return [worker for worker in self._workers.values() if self.is_eligible(worker, request)]
-
-    def is_eligible(self, worker: WorkerState, request: Request) -> bool:
-        """Whether the worker could run the request and its gateway reads the worker's tokens."""
-        return (
-            request.max_total_tokens <= worker.max_request_tokens
+        return [
+            worker
+            for worker in self._workers.values()
+            if request.max_total_tokens <= worker.max_request_tokens
             and request.gateway_id in worker.gateway_ids
-        )
+        ]
 
     def is_barred(self, worker: WorkerState, request: Request) -> bool:
         """Whether a swapped request of the worker, still out, comes before this one."""
@@ -128,7 +126,7 @@ class Admission:
             fill.num_left < _MAX_SCAN
             and self._is_open(fill.worker, fill.budget, len(fill.admitted))
             and fill.most_skips < max_skips
-            and not self.is_barred(fill.worker, request)
+            and not (fill.worker.swap.swapped and self.is_barred(fill.worker, request))
             and (
                 not self._is_fair
                 or policy.may_lead(counter=counter, least=fill.least, max_lead=max_lead)
@@ -140,7 +138,8 @@ class Admission:
         workers = [w for w in self.eligible(request) if not w.draining]
         if fill.worker not in workers:
             return
-        workers = [w for w in workers if w is fill.worker or not self.is_barred(w, request)]
+        if len(workers) > 1:
+            workers = [w for w in workers if w is fill.worker or not self.is_barred(w, request)]
         placement, reason = self._find_placement(fill, request, workers)
         if reason is Wait.BLOCKS:
             fill.passed.append(request)

@@ -195,7 +195,9 @@ def find_placement(
 
 def has_room(worker: WorkerState, config: CoreConfig) -> bool:
     """Whether one more request, of one new block at least, may run on the worker."""
-    return has_seat(worker, config) and worker.pool.num_free > watermark(worker, config)
+    limit = min(worker.capacity.num_slots, config.max_num_seqs or worker.capacity.num_slots)
+    num_seats = len(worker.running) + worker.swap.num_coming_back
+    return num_seats < limit and worker.pool.num_free > watermark(worker, config)
 
 
 def has_seat(worker: WorkerState, config: CoreConfig) -> bool:

@@ -19,7 +19,6 @@ from scheduler_svc.core import planner, policy
 from scheduler_svc.core.account import Wait
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.lifecycle import Move
 from scheduler_svc.core.planner import StepBudget
 from scheduler_svc.core.ready import CoreStats, Preemption
 from scheduler_svc.core.request import Request
@@ -142,7 +141,6 @@ class Preemptions:
         )
         self._stats.num_blocks_swapped_out += len(copied)
         request.set_back(now_ns, preempted=True)
-        request.move(Move.SWAP_OUT)
         request.waits.turn_to(Wait.SWAPPED, now_ns)
 
     # What becomes of operations and steps
@@ -178,8 +176,6 @@ class Preemptions:
         self, worker: WorkerState, budget: StepBudget, now_ns: int, *, is_short: bool
     ) -> None:
         """Seats requests whose blocks are there; lets others begin to come if nothing is short."""
-        if not worker.swap.swapped:
-            return
         turns = sorted(
             worker.swap.swapped.values(),
             key=lambda swapped: policy.turn(self._config.scheduling_policy, swapped.request),
@@ -223,8 +219,6 @@ class Preemptions:
         self._copy_back(worker, swapped, num_cached)
         if swapped.op_id is None:
             self._seat(worker, budget, swapped, now_ns)
-        else:
-            request.move(Move.SWAP_IN)
         return True
 
     def _copy_back(self, worker: WorkerState, swapped: Swapped, num_cached: int) -> None:
@@ -258,7 +252,7 @@ class Preemptions:
             (
                 head.tenant.counter
                 for head in self._waiting.heads()
-                if self._admission.is_eligible(worker, head)
+                if worker in self._admission.eligible(head)
             ),
             default=float("inf"),
         )

@@ -301,8 +301,11 @@ class SchedulerCore:
 
     def _drop(self, request: Request) -> None:
         """Takes a request out of everything. Its rows in flight find it FINISHED."""
-        if request.worker_id is not None:
-            self._workers[request.worker_id].take_off(request)
+        if request.state is RequestState.RUNNING:
+            assert request.worker_id is not None
+            self._workers[request.worker_id].vacate(request)
+        elif request.worker_id is not None:
+            self._workers[request.worker_id].swap.forget(request)
         elif request.state is RequestState.WAITING:
             self._waiting.remove(request)
         request.move(Move.FINISH)
@@ -429,7 +432,8 @@ class SchedulerCore:
         flight = worker.in_flight.popleft()
         worker.last_result_step = event.step
         worker.num_failed_in_a_row = 0
-        self._preemptions.operations_done(worker, event.operations_done)
+        if event.operations_done:
+            self._preemptions.operations_done(worker, event.operations_done)
         self._results.book(worker, flight, event, self._now_ns)
 
     def _step_failed(self, event: StepFailed) -> None:
@@ -454,7 +458,8 @@ class SchedulerCore:
     # Planning
 
     def _fill(self, worker: WorkerState, budget: StepBudget, is_short: bool) -> None:
-        self._preemptions.bring_back(worker, budget, self._now_ns, is_short=is_short)
+        if worker.swap.swapped:
+            self._preemptions.bring_back(worker, budget, self._now_ns, is_short=is_short)
         if not is_short:
             self._admission.fill(worker, budget, self._now_ns)
 

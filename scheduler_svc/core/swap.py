@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.blocks import BlockPool
-from scheduler_svc.core.lifecycle import RequestState
+from scheduler_svc.core.lifecycle import Move, RequestState
 from scheduler_svc.core.request import Rank, Request
 from scheduler_svc.core.types import BlockId, OperationKind
 
@@ -93,12 +93,9 @@ class SwapSpace:
         self.host = HostPool(num_host_blocks)
         self.swapped: dict[Rank, Swapped] = {}
         self.transfers: dict[int, Transfer] = {}
+        # Those of the swapped that hold a block table and wait for their slot.
+        self.num_coming_back = 0
         self._pool = pool
-
-    @property
-    def num_coming_back(self) -> int:
-        """Requests that hold a block table and wait for their slot."""
-        return sum(not swapped.is_out for swapped in self.swapped.values()) if self.swapped else 0
 
     def of(self, request: Request) -> Swapped:
         """The entry of a swapped request."""
@@ -108,6 +105,7 @@ class SwapSpace:
         """Device blocks, until now the request's, are copied to its host blocks."""
         self._pool.hold(device_blocks)
         swapped.op_id = op_id
+        swapped.request.move(Move.SWAP_OUT)
         self.swapped[swapped.request.rank] = swapped
         self.transfers[op_id] = Transfer(
             kind=OperationKind.SWAP_OUT, swapped=swapped, device_blocks=device_blocks
@@ -116,6 +114,8 @@ class SwapSpace:
     def begin_in(self, swapped: Swapped, op_id: int, targets: Sequence[BlockId]) -> None:
         """The request's host blocks are copied to these blocks of its table."""
         swapped.op_id = op_id
+        swapped.request.move(Move.SWAP_IN)
+        self.num_coming_back += 1
         self.transfers[op_id] = Transfer(
             kind=OperationKind.SWAP_IN,
             swapped=swapped,
@@ -137,7 +137,9 @@ class SwapSpace:
 
     def leave(self, request: Request) -> Swapped:
         """The request is not swapped any more; its blocks are for the caller."""
-        return self.swapped.pop(request.rank)
+        swapped = self.swapped.pop(request.rank)
+        self.num_coming_back -= not swapped.is_out
+        return swapped
 
     def forget(self, request: Request) -> None:
         """The request has ended or begins anew: frees its blocks, or leaves them to operations."""
@@ -165,6 +167,7 @@ class SwapSpace:
                 *(transfer.host_blocks for transfer in self.transfers.values()),
             ]
         )
+        assert self.num_coming_back == sum(not s.is_out for s in self.swapped.values())
         waited_for = {s.op_id: s for s in self.swapped.values() if s.op_id is not None}
         assert waited_for == {i: t.swapped for i, t in self.transfers.items() if t.swapped}
         for rank, swapped in self.swapped.items():
