@@ -21,10 +21,10 @@ export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX PYTHON_IMAGE TORCH_BUILD IMAGE_F
 .DEFAULT_GOAL := help
 .PHONY: help setup model serve test test-model test-fast check lint fmt-check types imports proto-check \
 	proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz images k8s-check bench \
-	bench-kernels bench-scheduler bench-scheduling bench-pressure clean
+	bench-kernels bench-scheduler bench-control-plane bench-scheduling bench-pressure clean
 
 help:  ## list the commands
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' Makefile
 
 setup:  ## make .venv with the locked packages (once; about 2 minutes)
 	@$(PYTHON) -m deploy.local.setup
@@ -98,6 +98,9 @@ bench-kernels: setup  ## kernels against their roofline
 
 bench-scheduler: setup  ## the scheduler core alone: time of a step, bytes of a plan
 	@$(PY) -m benchmarks.scheduler
+
+bench-control-plane: setup  ## the way between scheduler and workers: idle workers, a core's load, scaling
+	@$(PY) -m benchmarks.control_plane $(ARGS)
 
 bench-scheduling: setup  ## what each scheduling decision is worth: STUDIES="a c", ARGS=--quick
 	@$(PY) -m benchmarks.studies $(STUDIES) $(ARGS)

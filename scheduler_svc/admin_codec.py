@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from quire.v1 import common_pb2, scheduler_pb2
 
 from scheduler_svc.core import ready
-from scheduler_svc.core.types import WorkerId
+from scheduler_svc.core.types import PreemptionMode, WorkerId
 
 
 def encode_snapshot(
@@ -24,6 +24,9 @@ def encode_snapshot(
     response.num_requests_running = view.num_running
     response.num_preemptions = stats.num_preemptions
     response.num_recovered = stats.num_recovered
+    response.num_requests_swapped = view.num_swapped
+    response.num_preemptions_by_swap = stats.preemptions[PreemptionMode.SWAP]
+    response.num_preemptions_by_move = stats.preemptions[PreemptionMode.MOVE]
     for worker in view.workers:
         response.workers.add(
             worker_id=worker.worker_id,
@@ -36,6 +39,9 @@ def encode_snapshot(
             draining=worker.draining,
             max_steps_in_flight=worker.max_steps_in_flight,
             round_trip_us=worker.round_trip_us,
+            num_requests_swapped=worker.num_swapped,
+            num_host_blocks_used=worker.num_host_blocks_used,
+            num_host_blocks=worker.num_host_blocks,
         )
     return response
 
@@ -58,6 +64,7 @@ def encode_explanation(found: ready.Explanation) -> scheduler_pb2.ExplainRespons
         num_moves=account.num_moves,
         set_back_us=account.set_back_ns // 1000,
         num_skips=account.num_skips,
+        num_swaps=account.num_swaps,
     )
     for wait, duration_ns in account.waited:
         response.waits.add(

@@ -4,7 +4,7 @@ Counters and gauges are read from the core when they are scraped; histograms see
 and result. Names that start with `vllm:` mean what they mean there.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -148,13 +148,19 @@ class _CoreCollector(Collector):
         )
         num_used = sum(worker.num_blocks_used for worker in view.workers)
         num_blocks = sum(worker.num_blocks for worker in view.workers)
+        num_host_used = sum(worker.num_host_blocks_used for worker in view.workers)
+        num_host_blocks = sum(worker.num_host_blocks for worker in view.workers)
         in_flight = sum(worker.num_steps_in_flight for worker in view.workers)
         share = num_used / num_blocks if num_blocks else 0.0
+        host_share = num_host_used / num_host_blocks if num_host_blocks else 0.0
         gauges = (
             ("vllm:num_requests_running", "Requests in slots.", view.num_running),
             ("vllm:num_requests_waiting", "Requests without a slot.", view.num_waiting),
-            ("vllm:num_requests_swapped", "Requests in host memory.", 0),
+            ("vllm:num_requests_swapped", "Requests in host memory.", view.num_swapped),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", share),
+            ("vllm:cpu_cache_usage_perc", "Share of host KV blocks in use, 0 to 1.", host_share),
+            ("quire:host_blocks_used", "Host KV blocks of requests and copies.", num_host_used),
+            ("quire:host_blocks", "Host KV blocks of all workers.", num_host_blocks),
             ("quire:blocks_used", "KV blocks owned by requests.", num_used),
             ("quire:blocks", "KV blocks of all workers.", num_blocks),
             ("quire:slots_used", "Slots owned by requests.", view.num_running),
@@ -169,6 +175,7 @@ class _CoreCollector(Collector):
             yield self._family(GaugeMetricFamily(name, text, labels=["model_name"]), value)
         counters = (
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
+            ("quire:swaps_void", "Swapped requests that began anew.", stats.num_swaps_void),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits),
             ("quire:requests_held_back", "Waited for a shared prefix.", stats.num_held_back),
@@ -188,15 +195,36 @@ class _CoreCollector(Collector):
         )
         for name, text, value in counters:
             yield self._family(CounterMetricFamily(name, text, labels=["model_name"]), value)
-        looks = CounterMetricFamily(
+        yield from self._by_label(stats)
+        yield from self._depths(view)
+
+    def _by_label(self, stats: CoreStats) -> Iterator[Metric]:
+        yield self._labelled(
             "quire:prefix_looks",
             "Requests by why their first look into the prefix cache found no more.",
-            labels=["model_name", "stop"],
+            "stop",
+            {stop.name.lower(): count for stop, count in stats.prefix_stops.items()},
         )
-        for stop, count in stats.prefix_stops.items():
-            looks.add_metric([self._model_name, stop.name.lower()], count)
-        yield looks
-        yield from self._depths(view)
+        yield self._labelled(
+            "quire:preemptions",
+            "Preemptions by what became of the work.",
+            "mode",
+            {mode.value: count for mode, count in stats.preemptions.items()},
+        )
+        yield self._labelled(
+            "quire:swap_blocks",
+            "KV blocks copied to host memory and back.",
+            "direction",
+            {"out": stats.num_blocks_swapped_out, "in": stats.num_blocks_swapped_in},
+        )
+
+    def _labelled(
+        self, name: str, text: str, label: str, counts: Mapping[str, int]
+    ) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, text, labels=["model_name", label])
+        for value, count in counts.items():
+            family.add_metric([self._model_name, value], count)
+        return family
 
     def _depths(self, view: CoreView) -> Iterator[Metric]:
         labels = ["model_name", "worker_id"]

@@ -24,6 +24,8 @@ class SchedulerSettings:
     scheduling_policy: str
     static_batch_size: int
     preemption_mode: str
+    swap_gbps_override: float
+    prefill_us_per_token_override: float
     enable_prefix_caching: bool
     max_inflight_steps: str
     lease_ttl_s: float
@@ -47,6 +49,9 @@ class SchedulerSettings:
         config = CoreConfig(
             scheduling_policy=self.scheduling_policy,
             static_batch_size=self.static_batch_size,
+            preemption_mode=self.preemption_mode,
+            swap_gbps_override=self.swap_gbps_override,
+            prefill_us_per_token_override=self.prefill_us_per_token_override,
             enable_prefix_caching=self.enable_prefix_caching,
             max_inflight_steps=int(self.max_inflight_steps.replace("auto", "0")),
             max_num_seqs=self.max_num_seqs,

@@ -13,14 +13,14 @@ ALL = f"{GATEWAY} {SCHEDULER} {WORKER}"
 BATCHING, MODEL = f"{SCHEDULER} {WORKER}", f"{GATEWAY} {WORKER}"
 _POLICIES = choice("fcfs", "fair", "static")
 _DEPTHS = choice("auto", *"12345678")
-_PREEMPTION = choice("auto", "recompute")
+_PREEMPTION = choice("auto", "swap", "recompute")
 _BACKENDS = choice("auto", "native", "torch", "triton")
 _DTYPES = choice("auto", "bfloat16", "float32", aliases={"bf16": "bfloat16", "fp32": "float32"})
 _BUDGET = "tokens, 0: by device (CPU 256, GPU 2048 or 8192)"
 _SWAP = "GiB, 0: none, -1: by memory (GPU up to 4, CPU up to 1)"
 _MESSAGE = "bytes, 0: 1 MiB, or what the context needs"
 _CONTEXT = "longest prompt and output together"
-_RECOMPUTE = "auto: recompute until swap is built"
+_GBPS, _US_TOKEN = "10^9 bytes/s, 0: measured", "us, 0: measured"
 
 
 def _s(services: str, name: str, parse: Any, default: Any, unit: str, help_: str) -> Setting:
@@ -59,7 +59,9 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(SCHEDULER, "scheduler_port", integer(0, 65535), 0, "port, 0 is a free one", "admin gRPC"),
     _s(SCHEDULER, "scheduling_policy", _POLICIES, "fcfs", "", "order: fcfs, fair or static"),
     _s(SCHEDULER, "static_batch_size", integer(1, 65536), 8, "requests", "batch of `static`"),
-    _s(SCHEDULER, "preemption_mode", _PREEMPTION, "auto", "", _RECOMPUTE),
+    _s(SCHEDULER, "preemption_mode", _PREEMPTION, "auto", "", "auto: the cheaper, by cost"),
+    _s(SCHEDULER, "swap_gbps_override", number(0, 1e6), 0.0, _GBPS, "swap, either way"),
+    _s(SCHEDULER, "prefill_us_per_token_override", number(0, 1e6), 0.0, _US_TOKEN, "recompute"),
     _s(SCHEDULER, "enable_prefix_caching", boolean, True, "", "share KV blocks of equal prefixes"),
     _s(SCHEDULER, "max_inflight_steps", _DEPTHS, "auto", "plans", "in flight per worker, 1 to 8"),
     _s(SCHEDULER, "lease_ttl_s", number(0.5, 60), 1.5, "s", "leader lease"),

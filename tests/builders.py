@@ -19,17 +19,18 @@ from scheduler_svc.core.events import (
     StepFailed,
     WorkerJoined,
 )
-from scheduler_svc.core.ready import Admit, Operation, StepPlan
+from scheduler_svc.core.ready import Admit, StepPlan
 from scheduler_svc.core.types import (
+    CostProfile,
     FaultScope,
     FinishReason,
-    OperationKind,
     RequestId,
     SamplingSpec,
     Slot,
     WorkerCapacity,
     WorkerId,
 )
+from tests.fake_blocks import FakeBlocks
 
 GATEWAY = "gateway"
 _MASK = (1 << 64) - 1
@@ -48,20 +49,29 @@ def make_worker(
     gateways: Sequence[str] = (GATEWAY,),
     now_ns: int = 0,
     snapshot_attempts: Mapping[RequestId, int] | None = None,
+    token_us: float = 0.0,
+    swap_gb_per_s: float = 0.0,
     **capacity: int,
 ) -> WorkerJoined:
-    """The joining of a worker with 8 slots and 64 blocks of 4 tokens unless told otherwise."""
+    """The joining of a worker with 8 slots and 64 blocks of 4 tokens unless told otherwise.
+
+    It has no host blocks and does not know its costs. A block has 4,000 bytes.
+    """
     numbers = {
         "num_slots": 8,
         "num_blocks": 64,
         "block_size": 4,
         "max_num_batched_tokens": 64,
         "max_model_len": 1024,
+        "block_bytes": 4000,
     }
     return WorkerJoined(
         now_ns=now_ns,
         worker_id=WorkerId(name),
         capacity=WorkerCapacity(**(numbers | capacity)),
+        cost=CostProfile(
+            token_us=token_us, swap_out_gb_per_s=swap_gb_per_s, swap_in_gb_per_s=swap_gb_per_s
+        ),
         gateway_ids=frozenset(gateways),
         snapshot_attempts=snapshot_attempts or {},
     )
@@ -181,8 +191,9 @@ class FakeWorker:
         self._rows: dict[Slot, int] = {}
         self._awaiting_reset = True
         self._last_step: int | None = None
-        self._last_op_id = 0
-        self._kv = [[0] * joined.capacity.block_size for _ in range(joined.capacity.num_blocks)]
+        self.memory = FakeBlocks(
+            joined.capacity.num_blocks, joined.capacity.num_host_blocks, joined.capacity.block_size
+        )
 
     def take(self, plan: StepPlan) -> None:
         """Queues a plan, one for each of its steps. Steps are consecutive."""
@@ -201,24 +212,37 @@ class FakeWorker:
         for row in self.slots.values():
             row.ended |= row.admit.request_id == request_id
 
-    def next_result(self, *, now_ns: int = 0, fail: bool = False) -> StepCompleted | StepFailed:
-        """Answers the oldest plan. After a failure only a plan with `reset` is computed."""
+    def next_result(
+        self, *, now_ns: int = 0, fail: bool = False, num_done: int | None = None
+    ) -> StepCompleted | StepFailed:
+        """Answers the oldest plan. After a failure only a plan with `reset` is computed.
+
+        num_done operations are done by then, all unless told otherwise; a step without rows waits
+        for all. A failed step loses those that are not done.
+        """
         plan = self.plans.popleft()
         if self._awaiting_reset and not plan.reset:
-            return self._failure(plan, now_ns, "awaiting reset")
+            return self._failure(plan, now_ns, "awaiting reset", ())
         self._apply(plan)
+        num_begun = len(self.memory.in_flight)
+        num_done = num_begun if num_done is None else min(num_done, num_begun)
         if fail:
             self._awaiting_reset = True
-            return self._failure(plan, now_ns, "planted")
-        return self._compute(plan, now_ns)
+            done = self.memory.end(num_done)
+            self.memory.drop()
+            return self._failure(plan, now_ns, "planted", done)
+        return self._compute(plan, now_ns, num_done if self._rows else num_begun)
 
-    def _failure(self, plan: StepPlan, now_ns: int, reason: str) -> StepFailed:
+    def _failure(
+        self, plan: StepPlan, now_ns: int, reason: str, operations_done: tuple[int, ...]
+    ) -> StepFailed:
         return StepFailed(
             now_ns=now_ns,
             worker_id=self.worker_id,
             step=plan.step,
             scope=FaultScope.STEP,
             reason=reason,
+            operations_done=operations_done,
         )
 
     def _apply(self, plan: StepPlan) -> None:
@@ -227,11 +251,13 @@ class FakeWorker:
             self._rows.clear()
             self._awaiting_reset = False
             assert not plan.releases
+            assert not self.memory.in_flight
         for slot in plan.releases:
             del self.slots[slot]
             self._rows.pop(slot, None)
-        for operation in plan.operations:
-            self._operate(operation)
+        # Before the admissions, whose tables are checked at once.
+        owned = {block for row in self.slots.values() for block in row.blocks}
+        self.memory.begin(plan.operations, owned)
         for admit in plan.admits:
             self._admit(admit)
         for slot, block in plan.growth:
@@ -244,15 +270,6 @@ class FakeWorker:
             else:
                 del self._rows[slot]
         assert self.digest() == plan.digest, "the tables differ from the core's"
-
-    def _operate(self, operation: Operation) -> None:
-        assert operation.op_id > self._last_op_id
-        self._last_op_id = operation.op_id
-        assert operation.kind is OperationKind.COPY
-        owned = {block for row in self.slots.values() for block in row.blocks}
-        for source, target in zip(operation.sources, operation.targets, strict=True):
-            assert target not in owned, "a copy overwrites a block that is in use"
-            self._kv[target] = list(self._kv[source])
 
     def _admit(self, admit: Admit) -> None:
         slot = admit.slot
@@ -293,7 +310,7 @@ class FakeWorker:
                 total += mixed ^ (mixed >> 32)
         return total & _MASK
 
-    def _compute(self, plan: StepPlan, now_ns: int) -> StepCompleted:
+    def _compute(self, plan: StepPlan, now_ns: int, num_done: int) -> StepCompleted:
         assert len(self._rows) == plan.num_rows
         assert sum(self._rows.values()) == plan.num_scheduled_tokens
         assert plan.num_scheduled_tokens <= self.capacity.max_num_batched_tokens
@@ -326,6 +343,7 @@ class FakeWorker:
             token_ids=tuple(token for _, token in sampled),
             finished=tuple(finished),
             num_wasted_rows=num_wasted,
+            operations_done=self.memory.end(num_done),
         )
 
     def _write_kv(self, row: FakeRow, count: int, written: set[int]) -> None:
@@ -335,9 +353,10 @@ class FakeWorker:
         assert end <= len(row.blocks) * size, "the table does not cover what is planned"
         touched = set(row.blocks[row.num_computed // size : (end - 1) // size + 1])
         assert not touched & written, "two rows of a step write one block"
+        self.memory.check_row(row.blocks[: -(-end // size)], touched)
         written |= touched
         for position in range(row.num_computed, end):
-            self._kv[row.blocks[position // size]][position % size] = row.chain[position]
+            self.memory.device[row.blocks[position // size]][position % size] = row.chain[position]
         row.num_computed = end
         self._check_kv(row)
 
@@ -348,7 +367,8 @@ class FakeWorker:
             known = row.chain[index * size : min((index + 1) * size, row.num_computed)]
             if not known:
                 break
-            assert self._kv[block][: len(known)] == known, "a block holds another prefix's KV"
+            content = self.memory.device[block][: len(known)]
+            assert content == known, "a block holds another prefix's KV"
 
     def _sample(self, row: FakeRow) -> FinishReason | None:
         spec, position = row.admit.sampling, len(row.tokens) - row.admit.prompt_len

@@ -198,10 +198,12 @@ class Cluster:
 
     # Steps
 
-    def result(self, name: str = "w", *, fail: bool = False) -> StepCompleted | StepFailed:
+    def result(
+        self, name: str = "w", *, fail: bool = False, num_done: int | None = None
+    ) -> StepCompleted | StepFailed:
         """A worker's next result; its tokens have reached the gateway."""
         worker = self.workers[WorkerId(name)]
-        event = worker.next_result(now_ns=self.now_ns, fail=fail)
+        event = worker.next_result(now_ns=self.now_ns, fail=fail, num_done=num_done)
         if self.tells_times and isinstance(event, StepCompleted):
             event = _with_times(event)
         self.deliver(worker)
@@ -213,10 +215,10 @@ class Cluster:
             self.gateway.receive(emission)
         worker.outbox.clear()
 
-    def step(self, name: str = "w", *, fail: bool = False) -> Ready:
-        """A worker answers its oldest plan."""
+    def step(self, name: str = "w", *, fail: bool = False, num_done: int | None = None) -> Ready:
+        """A worker answers its oldest plan, with so many operations done, all unless told."""
         self.now_ns += MS
-        return self.feed(self.result(name, fail=fail))
+        return self.feed(self.result(name, fail=fail, num_done=num_done))
 
     def steps(self, count: int, name: str = "w") -> Ready:
         """So many answers of a worker."""
@@ -262,8 +264,10 @@ class Cluster:
         """Nothing is held anywhere."""
         view = self.core.view()
         assert (view.num_waiting, view.num_running, view.backlog_tokens) == (0, 0, 0)
+        assert view.num_swapped == 0
         for worker in view.workers:
             assert worker.num_running == worker.num_blocks_used == worker.num_steps_in_flight == 0
+            assert worker.num_host_blocks_used == 0
 
 
 def _with_times(event: StepCompleted) -> StepCompleted:

@@ -20,7 +20,7 @@ from quire.v1 import common_pb2, queue_pb2, worker_pb2
 from redis.asyncio import Redis
 
 from benchmarks.hop.delay import delaying
-from benchmarks.stack import ROOT, Process, StackError, wait_for
+from benchmarks.stack import ROOT, Process, wait_for
 from deploy.local import ports, valkey
 from servicekit import grpc_server, redis_client, redis_keys
 
@@ -29,7 +29,7 @@ MAX_TOKENS = 8000
 PROMPT_TOKENS = 8
 _REPLY_TO = secrets.token_bytes(16)
 _ACKNOWLEDGE_EVERY = 256
-_START_S = 20.0
+_START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +138,6 @@ class Plane:
                 yield self
                 for task in tasks:
                     task.cancel()
-            except TimeoutError:
-                raise StackError(self._tails()) from None
             finally:
                 for process in (*self._workers, self.scheduler, self._valkey):
                     process.destroy()
@@ -165,18 +163,18 @@ class Plane:
 
     async def _fill(self, redis: Redis) -> None:
         """Puts a request for each row into the queue and waits until all run."""
-        async with asyncio.timeout(_START_S):
-            while await self._gauge("quire:workers") < self._load.num_workers:
-                await asyncio.sleep(0.1)
-            num_requests = self._load.num_workers * self._load.num_rows
-            for number in range(num_requests):
-                await _queue(redis, number)
-            while await self._gauge("vllm:num_requests_running") < num_requests:
-                await asyncio.sleep(0.1)
+        await self._until("quire:workers", self._load.num_workers)
+        num_requests = self._load.num_workers * self._load.num_rows
+        for number in range(num_requests):
+            await _queue(redis, number)
+        await self._until("vllm:num_requests_running", num_requests)
 
-    async def _gauge(self, name: str) -> float:
-        metrics = await asyncio.to_thread(self.scheduler.metrics)
-        return metrics.total(name)
+    async def _until(self, gauge: str, value: int) -> None:
+        def look() -> bool:
+            return self.scheduler.metrics().total(gauge) >= value
+
+        what = f"{gauge} reaches {value}"
+        await asyncio.to_thread(wait_for, look, lambda: f"{what}\n{self._tails()}", _START_S)
 
     async def read(self, seconds: float) -> Reading:
         """Watches for so long."""
@@ -248,7 +246,8 @@ async def _queue(redis: Redis, number: int) -> None:
             sampling=common_pb2.SamplingParams(max_tokens=MAX_TOKENS, top_p=1.0, seed=number),
         )
     )
-    deadline_ms = round((time.time() + 3600) * 1000)
+    seconds, _ = await redis.time()
+    deadline_ms = (seconds + 3600) * 1000
     await redis.xadd(
         redis_keys.requests(MODEL),
         {"entry": entry.SerializeToString(), "deadline_ms": str(deadline_ms)},

@@ -39,7 +39,7 @@ class BacklogPublisher:
             num_tokens, at_ns = total, now_ns
             view = self._core.view()
             values = [
-                str(view.num_waiting + view.num_running),
+                str(view.num_waiting + view.num_running + view.num_swapped),
                 str(view.backlog_tokens),
                 f"{self._tokens_per_s:.1f}",
             ]

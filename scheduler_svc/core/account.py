@@ -29,6 +29,8 @@ class Wait(enum.IntEnum):
     WORKER = 4
     # It lost its slot while steps with it were unreturned.
     RETURNING = 5
+    # What it computed is in host memory, or on its way there or back.
+    SWAPPED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,7 @@ class Account:
     set_back_ns: int = 0
     num_moves: int = 0
     num_skips: int = 0
+    num_swaps: int = 0
     prefix_stop: PrefixStop | None = None
 
 

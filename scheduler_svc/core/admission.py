@@ -6,6 +6,7 @@ Rules:
   ones max_skips times, then nobody passes it on a worker that could run it;
 - with `fair` a request also passes others only while its tenant does not lead them by a context;
 - one that can't keep its deadline comes after all others;
+- one that comes after a swapped request of a worker, still out, is not admitted there;
 - one that shares enough with a running prefill is held back until that has filled the cache, for
   max_holds plans at most; a sample of a prompt that another sample fills likewise, see fork;
 - a request goes to the cheapest worker that has room and whose tokens its gateway reads;
@@ -27,7 +28,7 @@ from scheduler_svc.core.ready import Admit, CoreStats
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sharing import PrefixSharing
 from scheduler_svc.core.tenants import Tenant, Tenants
-from scheduler_svc.core.types import WorkerId
+from scheduler_svc.core.types import BlockId, WorkerId
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
 
@@ -92,6 +93,17 @@ class Admission:
             and request.gateway_id in worker.gateway_ids
         ]
 
+    def is_barred(self, worker: WorkerState, request: Request) -> bool:
+        """Whether a swapped request of the worker, still out, comes before this one."""
+        if not worker.swap.swapped:
+            return False
+        name = self._config.scheduling_policy
+        mine = policy.turn(name, request)
+        return any(
+            swapped.is_out and policy.turn(name, swapped.request) < mine
+            for swapped in worker.swap.swapped.values()
+        )
+
     def fill(self, worker: WorkerState, budget: StepBudget, now_ns: int) -> None:
         """Admits from the queue what belongs on this worker now."""
         if worker.draining or not self._is_open(worker, budget, num_admitted=0):
@@ -117,6 +129,7 @@ class Admission:
             fill.num_left < _MAX_SCAN
             and self._is_open(fill.worker, fill.budget, len(fill.admitted))
             and fill.most_skips < max_skips
+            and not (fill.worker.swap.swapped and self.is_barred(fill.worker, request))
             and (
                 not self._is_fair
                 or policy.may_lead(counter=counter, least=fill.least, max_lead=max_lead)
@@ -128,6 +141,12 @@ class Admission:
         workers = [w for w in self.eligible(request) if not w.draining]
         if fill.worker not in workers:
             return
+        if len(workers) > 1:
+            workers = [
+                w
+                for w in workers
+                if w is fill.worker or not w.swap.swapped or not self.is_barred(w, request)
+            ]
         placement, reason = self._find_placement(fill, request, workers)
         if reason is Wait.BLOCKS:
             fill.passed.append(request)
@@ -226,6 +245,8 @@ class Admission:
         return self._overtakes.since_ns(request.sequence) if self._is_fair else None
 
     def _is_too_late(self, request: Request, placement: Placement, now_ns: int) -> bool:
+        if request.deadline_ns is None:
+            return False
         worker = placement.worker
         return policy.is_too_late(
             now_ns=now_ns,
@@ -240,6 +261,8 @@ class Admission:
         """Whether the request waits for the cache that a running one is filling."""
         config, worker = self._config, placement.worker
         coming = self._sharing.coming(request, worker, len(placement.shared))
+        if not coming:
+            return False
         held = policy.holds_back(
             config.scheduling_policy,
             num_coming=len(coming) * worker.capacity.block_size,
@@ -265,7 +288,7 @@ class Admission:
             and planner.has_room(worker, self._config)
             and policy.may_admit(
                 self._config.scheduling_policy,
-                num_running=len(worker.running),
+                num_running=len(worker.running) + len(worker.swap.swapped),
                 num_admitted=num_admitted,
                 static_batch_size=self._config.static_batch_size,
             )
@@ -281,10 +304,6 @@ class Admission:
             self._sharing.inherit(request, placement.source, worker)
             self._stats.num_forks += 1
         request.stranded_since_ns = None
-        request.waits.turn_to(None, now_ns, self.overtaken_ns(request))
-        generation = worker.occupy(request, placement.shared + fresh, num_cached)
-        self._sharing.announce(request, worker)
-        emit_from = _begin_emission(request, worker)
         if self._is_fair and not request.is_charged:
             request.is_charged = True
             request.tenant.charge(len(request.token_ids) - num_cached)
@@ -296,6 +315,30 @@ class Admission:
                 self._stats.prefix_hits += request.num_cached_tokens
                 self._stats.prefix_stops[placement.stop] += 1
             request.prefix_stop = placement.stop
+        self.seat(
+            request,
+            worker,
+            blocks=placement.shared + fresh,
+            num_computed=num_cached,
+            now_ns=now_ns,
+        )
+
+    def seat(
+        self,
+        request: Request,
+        worker: WorkerState,
+        *,
+        blocks: list[BlockId],
+        num_computed: int,
+        now_ns: int,
+    ) -> None:
+        """Brings a request into a slot with a table whose blocks hold so many of its tokens."""
+        request.waits.turn_to(None, now_ns, self.overtaken_ns(request))
+        generation = worker.occupy(request, blocks, num_computed)
+        if num_computed // worker.capacity.block_size > request.num_published:
+            self._sharing.publish(worker, (request,))
+        self._sharing.announce(request, worker)
+        emit_from = _begin_emission(request, worker)
         request.move(Move.ADMIT)
         worker.announce(
             Admit(
@@ -307,7 +350,7 @@ class Admission:
                 token_ids=tuple(request.token_ids),
                 prompt_len=request.prompt_len,
                 emit_from=emit_from,
-                num_computed_tokens=num_cached,
+                num_computed_tokens=num_computed,
                 num_cached_tokens=request.num_cached_tokens,
                 block_ids=tuple(request.blocks),
                 sampling=request.sampling,

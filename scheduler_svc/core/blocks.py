@@ -1,13 +1,16 @@
 """The block pool of one worker: reference counts, prefix index, least-recently-used free list.
 
-Invariants: a block is free (count 0) or owned (count > 0); a free block that is in the index is
-cached and may be taken by a hit or evicted; the index maps a name to exactly one block. A worker
-runs plans in order, so a freed block may go to any later plan at once.
+Invariants: a block is free (count 0), owned by requests or, if all its owners are operations that
+copy it to or from host memory, waiting for them; a free block that is in the index is cached and
+may be taken by a hit or evicted; the index maps a name to exactly one block. A worker runs plans in
+order, so a freed block may go to any later plan at once; a copy beside the plans is no part of that
+order, so its blocks wait for it.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from scheduler_svc.core.types import BlockHash, BlockId, PrefixStop
@@ -40,6 +43,8 @@ class BlockPool:
         # Owners taken from blocks so far; as long as it stays, no more blocks are free.
         self.num_released = 0
         self._counts = [0] * num_blocks
+        # Of the owners those that are operations, for blocks that have any.
+        self._held: dict[BlockId, int] = {}
         self._free: OrderedDict[BlockId, None] = OrderedDict(
             (BlockId(i), None) for i in range(num_blocks)
         )
@@ -55,7 +60,14 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks that requests own."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - len(self._free) - self.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that will be free once operations are done, cached ones included."""
+        if not self._held:
+            return 0
+        return sum(self._counts[block] == num_held for block, num_held in self._held.items())
 
     @property
     def num_cached(self) -> int:
@@ -100,7 +112,7 @@ class BlockPool:
 
     def num_free_among(self, blocks: Iterable[BlockId]) -> int:
         """How many of `blocks` are free now, so that sharing them uses free blocks up."""
-        return sum(1 for block in blocks if self._counts[block] == 0)
+        return list(map(self._counts.__getitem__, blocks)).count(0)
 
     def share(self, blocks: Iterable[BlockId]) -> None:
         """Adds an owner to blocks that `match` found, or that a running request owns."""
@@ -125,6 +137,28 @@ class BlockPool:
                 if block not in self._cached:
                     self._free.move_to_end(block, last=False)
 
+    def num_shared(self, blocks: Sequence[BlockId]) -> int:
+        """How many of the first are cached and have other owners, so that they can be found again.
+
+        Of a chain the first blocks have the most owners.
+        """
+        counts, cached = self._counts, self._cached
+        pairs = enumerate(blocks)
+        return next((i for i, b in pairs if counts[b] < 2 or b not in cached), len(blocks))
+
+    def hold(self, blocks: Sequence[BlockId]) -> None:
+        """One owner of each block is an operation from now on."""
+        for block in blocks:
+            self._held[block] = self._held.get(block, 0) + 1
+
+    def let_go(self, blocks: Sequence[BlockId]) -> None:
+        """Takes from each block an owner that is an operation."""
+        for block in blocks:
+            num_held = self._held.pop(block) - 1
+            if num_held:
+                self._held[block] = num_held
+        self.release(blocks)
+
     def publish(self, filled: Iterable[tuple[BlockId, CachedBlock]]) -> None:
         """Puts filled blocks into the index, but for names that other blocks already have."""
         counts, cached, index = self._counts, self._cached, self._index
@@ -142,9 +176,14 @@ class BlockPool:
         if len(self._evicted) > self.num_blocks:
             del self._evicted[next(iter(self._evicted))]
 
-    def check(self, owned: Iterable[Sequence[BlockId]]) -> None:
-        """Asserts the invariants against the block tables of all running requests."""
-        counts = [0] * self.num_blocks
+    def check(
+        self, owned: Iterable[Sequence[BlockId]], held: Iterable[Sequence[BlockId]] = ()
+    ) -> None:
+        """Asserts the invariants against all block tables, and what operations hold."""
+        counts, num_held = [0] * self.num_blocks, Counter(chain.from_iterable(held))
+        assert num_held == self._held, "other blocks wait for operations"
+        for block, count in num_held.items():
+            counts[block] += count
         for table in owned:
             assert len(set(table)) == len(table), "a block stands twice in one table"
             for block in table:

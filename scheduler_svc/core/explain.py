@@ -1,10 +1,13 @@
-"""Explanations of requests: where one stands and where its time went."""
+"""Views of the core: counts, and explanations of where a request stands and its time went."""
+
+from collections.abc import Collection
 
 from scheduler_svc.core.account import Account
 from scheduler_svc.core.lifecycle import RequestState
-from scheduler_svc.core.ready import Explanation, Finish
+from scheduler_svc.core.ready import CoreView, Explanation, Finish
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.types import RequestId
+from scheduler_svc.core.worker_state import WorkerState
 
 # Ended requests that can still be explained; the oldest are forgotten.
 MAX_ENDED = 4096
@@ -30,15 +33,33 @@ class EndedRequests:
         return None if finish is None else _ended(finish)
 
 
+def core_view(
+    epoch: int, num_requests: int, num_total_tokens: int, workers: Collection[WorkerState]
+) -> CoreView:
+    """The core between two events; num_total_tokens are prompt and max_tokens of its requests."""
+    num_running = sum(len(worker.running) for worker in workers)
+    num_swapped = sum(len(worker.swap.swapped) for worker in workers)
+    num_computed = sum(int(w.rows.num_computed[w.order].sum()) for w in workers)
+    num_computed += sum(s.num_computed for w in workers for s in w.swap.swapped.values())
+    return CoreView(
+        epoch=epoch,
+        num_waiting=num_requests - num_running - num_swapped,
+        num_running=num_running,
+        num_swapped=num_swapped,
+        backlog_tokens=num_total_tokens - num_computed,
+        workers=tuple(worker.view() for worker in workers),
+    )
+
+
 def held(
     request: Request,
     *,
     place: int | None,
-    num_computed_tokens: int,
+    worker: WorkerState | None,
     now_ns: int,
     account: Account,
 ) -> Explanation:
-    """A request that has not ended."""
+    """A request that has not ended, and its worker."""
     return Explanation(
         request_id=request.request_id,
         state=request.state,
@@ -47,7 +68,7 @@ def held(
         place=place,
         num_prompt_tokens=request.prompt_len,
         num_output_tokens=request.num_output_tokens,
-        num_computed_tokens=num_computed_tokens,
+        num_computed_tokens=0 if worker is None else worker.num_computed(request),
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
         arrived_ns=request.arrived_ns,

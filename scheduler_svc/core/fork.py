@@ -18,15 +18,13 @@ Rules:
 - any sample that runs may be the source. When it goes, the next one that was admitted is.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.core import planner
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.planner import Placement
-from scheduler_svc.core.ready import Operation
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.types import OperationKind
 from scheduler_svc.core.worker_state import WorkerState
 
 
@@ -90,11 +88,6 @@ def find(request: Request, workers: Sequence[WorkerState], config: CoreConfig) -
             elif _is_same_prompt(request, source):
                 return fork
     return best
-
-
-def num_copied(operations: Iterable[Operation]) -> int:
-    """Blocks that a plan copies on the device."""
-    return sum(len(op.targets) for op in operations if op.kind is OperationKind.COPY)
 
 
 def _may_fork(request: Request, worker: WorkerState) -> bool:

@@ -12,18 +12,26 @@ from scheduler_svc.core.worker_state import WorkerState
 
 def check_all(core: SchedulerCore) -> None:
     """Raises AssertionError naming the broken promise. Reads private state; changes nothing."""
-    running = {}
+    running, out = {}, set()
     for worker in core._workers.values():
         _check_worker(worker)
         for request in worker.running.values():
             assert request.request_id not in running, "a request runs twice"
             running[request.request_id] = request
+        for swapped in worker.swap.swapped.values():
+            request = swapped.request
+            assert request.worker_id == worker.worker_id
+            assert core._requests.get(request.request_id) is request
+            assert swapped.is_out or request.state is RequestState.SWAPPING_IN
+            out.add(request.request_id)
     waiting = list(core._waiting)
     assert [r.rank for r in waiting] == sorted(r.rank for r in waiting)
     for request in core._requests.values():
         assert (request.state is RequestState.RUNNING) == (request.request_id in running)
         assert (request.state is RequestState.WAITING) == (request in core._waiting)
         assert request.state is not RequestState.FINISHED, "a finished request is still held"
+        is_swapped = request.state in {RequestState.SWAPPED, RequestState.SWAPPING_IN}
+        assert is_swapped == (request.request_id in out)
         if request.state is RequestState.RETURNING:
             assert request.num_in_flight > 0, "a request waits for steps that are not in flight"
         if request.state is RequestState.WAITING:
@@ -37,7 +45,7 @@ def check_all(core: SchedulerCore) -> None:
             for row in flight.gone:
                 flights[flight.batch.requests[row]] += 1
     for request in core._requests.values():
-        if request.state is RequestState.RETURNING:
+        if request.state in {RequestState.RETURNING, RequestState.SWAPPED}:
             assert request.num_in_flight == flights[request]
     total = sum(request.max_total_tokens for request in core._requests.values())
     assert core._num_total_tokens == total
@@ -49,14 +57,24 @@ def _check_flight(worker: WorkerState, flight: StepInFlight) -> None:
     assert len(set(batch.slot_ids)) == len(batch.slot_ids), "two rows have one slot"
     for row, (slot, request) in enumerate(zip(batch.slot_ids, batch.requests, strict=True)):
         if row in flight.gone:
-            assert request.state in {RequestState.RETURNING, RequestState.FINISHED}
+            assert request.state in {
+                RequestState.RETURNING,
+                RequestState.SWAPPED,
+                RequestState.FINISHED,
+            }
         else:
             assert worker.running.get(slot) is request, "a row is elsewhere"
 
 
 def _check_worker(worker: WorkerState) -> None:
     size = worker.capacity.block_size
-    worker.pool.check(request.blocks for request in worker.running.values())
+    swapped = worker.swap.swapped.values()
+    worker.pool.check(
+        [*(r.blocks for r in worker.running.values()), *(s.request.blocks for s in swapped)],
+        [transfer.device_blocks for transfer in worker.swap.transfers.values()],
+    )
+    worker.swap.check()
+    assert worker.in_flight or not worker.swap.transfers or worker.must_tell
     steps = [flight.step for flight in worker.in_flight]
     assert steps == list(range(worker.last_step - len(steps) + 1, worker.last_step + 1))
     in_rank = sorted(worker.running.values(), key=lambda request: request.rank)

@@ -9,6 +9,8 @@ class RequestState(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     RETURNING = "returning"
+    SWAPPED = "swapped"
+    SWAPPING_IN = "swapping_in"
     FINISHED = "finished"
 
 
@@ -17,6 +19,9 @@ MEANINGS = {
     RequestState.RUNNING: "holds a slot and blocks on one worker",
     RequestState.RETURNING: "gave its slot up while steps with it are unreturned; "
     "may not be admitted before they return",
+    RequestState.SWAPPED: "gave its slot up; what it has computed is in host blocks of its worker, "
+    "or on its way there",
+    RequestState.SWAPPING_IN: "holds blocks that are filled from host memory, and no slot yet",
     RequestState.FINISHED: "has had its one end",
 }
 
@@ -25,9 +30,11 @@ class Move(enum.Enum):
     """What can happen to a request."""
 
     ADMIT = "admit"
-    YIELD = "yield slot, nothing in flight"
-    YIELD_IN_FLIGHT = "yield slot, steps in flight"
+    YIELD = "lose its work, nothing in flight"
+    YIELD_IN_FLIGHT = "lose its work, steps in flight"
     RETURN = "last step returned"
+    SWAP_OUT = "swap out"
+    SWAP_IN = "swap in"
     FINISH = "finish"
 
 
@@ -39,6 +46,15 @@ TRANSITIONS: dict[tuple[RequestState, Move], RequestState] = {
     (RequestState.RUNNING, Move.FINISH): RequestState.FINISHED,
     (RequestState.RETURNING, Move.RETURN): RequestState.WAITING,
     (RequestState.RETURNING, Move.FINISH): RequestState.FINISHED,
+    (RequestState.RUNNING, Move.SWAP_OUT): RequestState.SWAPPED,
+    (RequestState.SWAPPED, Move.SWAP_IN): RequestState.SWAPPING_IN,
+    (RequestState.SWAPPED, Move.ADMIT): RequestState.RUNNING,
+    (RequestState.SWAPPED, Move.YIELD): RequestState.WAITING,
+    (RequestState.SWAPPED, Move.YIELD_IN_FLIGHT): RequestState.RETURNING,
+    (RequestState.SWAPPED, Move.FINISH): RequestState.FINISHED,
+    (RequestState.SWAPPING_IN, Move.ADMIT): RequestState.RUNNING,
+    (RequestState.SWAPPING_IN, Move.YIELD): RequestState.WAITING,
+    (RequestState.SWAPPING_IN, Move.FINISH): RequestState.FINISHED,
 }
 
 

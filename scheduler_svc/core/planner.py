@@ -2,11 +2,11 @@
 
 Order: running requests with one token to go, then chunks of running prefills, then admissions.
 Decodes come first so that a long prompt can't hold them up; prefill takes what the token budget
-leaves, and no more than the decodes of the step may wait for. Nothing is admitted in a step that
-had to preempt.
+leaves, and no more than the decodes of the step may wait for. Nothing is admitted in a step in
+which running requests lacked blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler_svc.core import policy
@@ -55,22 +55,38 @@ class Placement:
     cost: int = 0
 
 
+def steps(
+    worker: WorkerState,
+    config: CoreConfig,
+    now_ns: int,
+    preempt: Callable[[WorkerState, Request], None],
+    fill: Callable[[WorkerState, StepBudget, bool], None],
+) -> Iterator[StepPlan]:
+    """The plans of all steps that the worker is to be given now; see plan_step."""
+    while worker.depth.may_plan(now_ns, worker.in_flight):
+        plan = plan_step(worker, config, now_ns, preempt, fill)
+        if plan is None:
+            return
+        yield plan
+
+
 def plan_step(
     worker: WorkerState,
     config: CoreConfig,
     now_ns: int,
     preempt: Callable[[WorkerState, Request], None],
-    admit_waiting: Callable[[WorkerState, StepBudget], None],
+    fill: Callable[[WorkerState, StepBudget, bool], None],
 ) -> StepPlan | None:
     """The next plan of `worker`, or None if there is nothing to do.
 
-    `preempt` takes a running request off the worker; `admit_waiting` may add rows to the budget.
+    `preempt` takes a running request off the worker; `fill` may add rows to the budget, and is told
+    whether running requests lacked blocks.
     """
     budget = StepBudget(
         num_tokens=_token_budget(worker, config),
         chunk_tokens=config.prefill_chunk_tokens or worker.capacity.max_num_batched_tokens,
     )
-    decodes, prefills, preempted = _schedule_decodes(worker, config, budget, preempt)
+    decodes, prefills, is_short = _schedule_decodes(worker, config, budget, preempt)
     if config.max_prefill_gap_ns and len(decodes):
         allowance = policy.prefill_allowance(
             max_gap_ns=config.max_prefill_gap_ns,
@@ -83,8 +99,7 @@ def plan_step(
     for request in prefills:
         if worker.running.get(request.slot) is request:
             budget.take(worker, request)
-    if not preempted:
-        admit_waiting(worker, budget)
+    fill(worker, budget, is_short)
     if not len(decodes) and not budget.chunks and not worker.must_tell:
         return None
     return worker.take_plan(now_ns, decodes, budget.chunks, budget.num_chunks)
@@ -103,11 +118,11 @@ def _schedule_decodes(
 ) -> tuple[Column, list[Request], bool]:
     """One token for each request that wants just one, by rank, as far as the budget goes.
 
-    Returns their slots, the requests that want more, and whether one was preempted. Runs in each
+    Returns their slots, the requests that want more, and whether blocks were missing. Runs in each
     step: no calls for each row.
     """
     decodes, prefills = worker.to_plan()
-    preempted = False
+    is_short = False
     if len(decodes) > budget.num_tokens:
         decodes = decodes[: budget.num_tokens]
     lacking = worker.without_room(decodes)
@@ -116,9 +131,9 @@ def _schedule_decodes(
         if blocks is not None:
             worker.grow(lacking, blocks)
         else:
-            decodes, preempted = _make_room(worker, config, decodes, lacking, preempt)
+            decodes, is_short = _make_room(worker, config, decodes, lacking, preempt), True
     budget.num_tokens -= len(decodes)
-    return decodes, prefills, preempted
+    return decodes, prefills, is_short
 
 
 def _make_room(
@@ -127,21 +142,29 @@ def _make_room(
     decodes: Column,
     lacking: Column,
     preempt: Callable[[WorkerState, Request], None],
-) -> tuple[Column, bool]:
+) -> Column:
     """Blocks for the slots that lack one, one after the other, taken from the policy's victims.
 
-    Returns the decodes that are left. Each loop ends: a turn takes one request off the worker.
+    Blocks that wait for a copy to the host are on their way: for each of them one row is left out
+    of this step and loses nothing. Returns the decodes that are left. Each loop ends: a turn takes
+    one request off the worker.
     """
-    preempted = False
+    left_out: set[int] = set()
     for slot in lacking.tolist():
         while slot in worker.running:
             found = worker.pool.allocate(1)
             if found is not None:
                 worker.grow(column([slot]), found)
                 break
-            preempt(worker, policy.choose_victim(config.scheduling_policy, worker.ranked))
-            preempted = True
-    return column([slot for slot in decodes.tolist() if slot in worker.running]), preempted
+            left_out &= worker.running.keys()
+            if worker.pool.num_waiting > len(left_out):
+                left_out.add(slot)
+                break
+            victim = policy.choose_victim(
+                config.scheduling_policy, worker.ranked, max_preemptions=config.max_preemptions
+            )
+            preempt(worker, victim)
+    return column([s for s in decodes.tolist() if s in worker.running and s not in left_out])
 
 
 def find_placement(
@@ -207,7 +230,20 @@ def load(worker: WorkerState, num_uncached: int = 0) -> int:
 def has_room(worker: WorkerState, config: CoreConfig) -> bool:
     """Whether one more request, of one new block at least, may run on the worker."""
     limit = min(worker.capacity.num_slots, config.max_num_seqs or worker.capacity.num_slots)
-    return len(worker.running) < limit and worker.pool.num_free > watermark(worker, config)
+    num_seats = len(worker.running) + worker.swap.num_coming_back
+    return num_seats < limit and worker.pool.num_free > watermark(worker, config)
+
+
+def has_seat(worker: WorkerState, config: CoreConfig) -> bool:
+    """Whether there is a slot for one more request."""
+    limit = min(worker.capacity.num_slots, config.max_num_seqs or worker.capacity.num_slots)
+    return worker.num_seats < limit
+
+
+def fits(worker: WorkerState, config: CoreConfig, num_tokens: int) -> bool:
+    """Whether a request of so many tokens has room on the worker now, if nothing is cached."""
+    spare = worker.pool.num_free - worker.blocks_for(num_tokens)
+    return has_seat(worker, config) and spare >= watermark(worker, config)
 
 
 def watermark(worker: WorkerState, config: CoreConfig) -> int:

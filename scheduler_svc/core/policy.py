@@ -9,11 +9,15 @@ arrival.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scheduler_svc.core.request import Rank, Request
-from scheduler_svc.core.types import CostProfile
+from scheduler_svc.core.types import CostProfile, PreemptionMode
 
 POLICIES = ("fcfs", "fair", "static")
+PREEMPTION_MODES = ("auto", "swap", "recompute")
+# `auto` keeps to the way it went last on a worker unless the other is cheaper by this share.
+_CHEAPER_BY = 0.2
 
 
 def rank(*, priority: int, arrived_ns: int, sequence: int, ageing_ns: int) -> Rank:
@@ -44,14 +48,81 @@ def may_lead(*, counter: float, least: float, max_lead: int) -> bool:
     return counter - least < max_lead
 
 
-def choose_victim(policy: str, ranked: Sequence[Request]) -> Request:
+def turn(policy: str, request: Request) -> tuple[float, Rank]:
+    """Place in the order of service, lower goes first: the tenant's service before the rank."""
+    return (request.tenant.counter if policy == "fair" else 0.0), request.rank
+
+
+def choose_victim(policy: str, ranked: Sequence[Request], *, max_preemptions: int) -> Request:
     """The request that loses its blocks when one is missing: the lowest-ranked.
 
-    With `fair` that of the tenant that has been served most.
+    With `fair` that of the tenant that has been served most. One that has been preempted
+    max_preemptions times is left alone as long as there is another.
     """
-    if policy == "fair":
-        return max(ranked, key=lambda request: (request.tenant.counter, request.rank))
-    return ranked[-1]
+    candidates = [request for request in ranked if request.num_preemptions < max_preemptions]
+    return max(candidates or ranked, key=lambda request: turn(policy, request))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptionCost:
+    """What a preemption by either way takes from the worker, in microseconds.
+
+    None where it can't be told, or can't be done.
+    """
+
+    swap_us: float | None
+    recompute_us: float | None
+
+
+def preemption_cost(
+    *,
+    num_bytes: int,
+    num_uncached: int,
+    cost: CostProfile,
+    swap_gb_per_s: float = 0.0,
+    token_us: float = 0.0,
+) -> PreemptionCost:
+    """num_bytes go to the host and come back, or num_uncached tokens are computed anew.
+
+    swap_gb_per_s and token_us, if not 0, stand for what the worker has measured.
+    """
+    out, into = cost.swap_out_gb_per_s, cost.swap_in_gb_per_s
+    out, into = (swap_gb_per_s or out), (swap_gb_per_s or into)
+    token_us = token_us or cost.token_us
+    known = num_bytes > 0 and out > 0.0 and into > 0.0
+    return PreemptionCost(
+        swap_us=(num_bytes / out + num_bytes / into) / 1000.0 if known else None,
+        recompute_us=num_uncached * token_us if token_us > 0.0 else None,
+    )
+
+
+def choose_preemption(
+    mode: str, cost: PreemptionCost, *, last: PreemptionMode | None
+) -> PreemptionMode:
+    """Swap or recompute, where both can be done. `last` is how it went last on the worker.
+
+    With `auto` the cheaper one, but the last one until the other is clearly cheaper; recompute as
+    long as the cost of either is unknown.
+    """
+    if mode != "auto":
+        return PreemptionMode(mode)
+    if cost.swap_us is None or cost.recompute_us is None:
+        return PreemptionMode.RECOMPUTE
+    swap_us, recompute_us = cost.swap_us, cost.recompute_us
+    if last is PreemptionMode.SWAP:
+        swap_us *= 1.0 - _CHEAPER_BY
+    elif last is PreemptionMode.RECOMPUTE:
+        recompute_us *= 1.0 - _CHEAPER_BY
+    return PreemptionMode.SWAP if swap_us < recompute_us else PreemptionMode.RECOMPUTE
+
+
+def return_margin(*, num_running: int, watermark: int) -> int:
+    """Blocks that must stay free when a swapped request comes back.
+
+    One for each request that runs beside it: they fill one each before the next preemption, so
+    that what comes back does not leave again at once. An idle worker needs none.
+    """
+    return max(num_running, watermark) if num_running else 0
 
 
 def placement_cost(*, num_uncached: int, num_pending_prefill: int, num_running: int) -> int:

@@ -1,5 +1,6 @@
 """What the core wants done."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler_svc.core.account import Account
@@ -8,6 +9,7 @@ from scheduler_svc.core.types import (
     BlockId,
     FinishReason,
     OperationKind,
+    PreemptionMode,
     PrefixStop,
     RequestId,
     SamplingSpec,
@@ -50,15 +52,30 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preemption:
+    """A request that lost its blocks, how, and what either way was expected to cost.
+
+    None where it can't be told, or can't be done. `num_blocks` are copied to the host.
+    """
+
+    request_id: RequestId
+    mode: PreemptionMode
+    swap_us: int | None
+    recompute_us: int | None
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """A step of one worker as differences from its last one; see quire.v1.StepPlan.
 
     With num_steps above 1 it stands for as many equal steps of decodes from `step` on. Its growth
     is that of all of them, given before the first.
 
-    `changed` holds (slot, num_tokens), `growth` (slot, block). num_scheduled_tokens, num_rows
-    and num_chunks (rows that leave part of their prompt for later) describe the step, for metrics;
-    max_steps_in_flight and round_trip_us say, where the depth is adapted, what it was.
+    `changed` holds (slot, num_tokens), `growth` (slot, block). num_scheduled_tokens, num_rows,
+    num_chunks (rows that leave part of their prompt for later) and preemptions describe the step,
+    for metrics and traces; max_steps_in_flight and round_trip_us say, where the depth is adapted,
+    what it was.
     """
 
     worker_id: WorkerId
@@ -75,13 +92,15 @@ class StepPlan:
     num_rows: int
     num_chunks: int
     operations: tuple[Operation, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()
     max_steps_in_flight: int = 0
     round_trip_us: int = 0
     num_steps: int = 1
 
     def and_then(self, then: "StepPlan") -> "StepPlan | None":
         """One plan for both, if all rows are decodes and the next step has the same; else None."""
-        if then.reset or then.releases or then.admits or then.changed or then.operations:
+        news = then.reset or then.releases or then.admits or then.changed or then.operations
+        if news or then.preemptions:
             return None
         only_decodes = 0 < self.num_rows == self.num_scheduled_tokens
         if not only_decodes or then.worker_id != self.worker_id:
@@ -92,6 +111,18 @@ class StepPlan:
             growth=self.growth + then.growth,
             digest=then.digest,
         )
+
+
+def joined(steps: Sequence[StepPlan]) -> tuple[StepPlan, ...]:
+    """Equal decode steps that follow each other as one plan."""
+    plans: list[StepPlan] = []
+    for step in steps:
+        several = plans[-1].and_then(step) if plans else None
+        if several is None:
+            plans.append(step)
+        else:
+            plans[-1] = several
+    return tuple(plans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +172,14 @@ class Ready:
 class CoreStats:
     """Counters since the start; only the core writes them."""
 
-    num_preemptions: int = 0
+    # Requests that lost their blocks to others, by what became of their work.
+    preemptions: dict[PreemptionMode, int] = field(
+        default_factory=lambda: dict.fromkeys(PreemptionMode, 0)
+    )
+    # Swapped requests whose host blocks were of no use in the end, and which began anew.
+    num_swaps_void: int = 0
+    num_blocks_swapped_out: int = 0
+    num_blocks_swapped_in: int = 0
     num_recovered: int = 0
     num_superseded: int = 0
     num_stale_arrivals: int = 0
@@ -164,6 +202,20 @@ class CoreStats:
     num_copied_blocks: int = 0
     num_chunked_prefills: int = 0
 
+    @property
+    def num_preemptions(self) -> int:
+        """All of them."""
+        return sum(self.preemptions.values())
+
+    def planned(self, steps: Sequence[StepPlan]) -> None:
+        """Counts what the plans of single steps say of them."""
+        self.num_steps += len(steps)
+        for step in steps:
+            self.num_chunked_prefills += step.num_chunks
+            if step.operations:
+                copies = [op for op in step.operations if op.kind is OperationKind.COPY]
+                self.num_copied_blocks += sum(len(copy.targets) for copy in copies)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
@@ -178,6 +230,9 @@ class WorkerView:
     draining: bool
     max_steps_in_flight: int
     round_trip_us: int
+    num_swapped: int = 0
+    num_host_blocks_used: int = 0
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,10 +261,11 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreView:
-    """The core between two events."""
+    """The core between two events. num_waiting counts neither running nor swapped requests."""
 
     epoch: int
     num_waiting: int
     num_running: int
     backlog_tokens: int
     workers: tuple[WorkerView, ...]
+    num_swapped: int = 0

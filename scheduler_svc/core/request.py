@@ -70,6 +70,7 @@ class Request:
     num_known_at_admission: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
     num_skips: int = 0
     num_holds: int = 0
     # The last block it is held back for, and what had changed so far when it had no room.
@@ -135,7 +136,8 @@ class Request:
         self.attempt = max(self.attempt, old.attempt + 1)
         self.is_charged = old.is_charged
         self.waits, self.num_skips = old.waits, old.num_skips
-        self.num_preemptions, self.num_moves = old.num_preemptions, old.num_moves
+        self.num_preemptions, self.num_swaps = old.num_preemptions, old.num_swaps
+        self.num_moves = old.num_moves
         self.preempted_ns, self.set_back_ns = old.preempted_ns, old.set_back_ns
 
     def set_back(self, now_ns: int, *, preempted: bool) -> None:
@@ -167,6 +169,7 @@ class Request:
             set_back_ns=self.set_back_ns,
             num_moves=self.num_moves,
             num_skips=self.num_skips,
+            num_swaps=self.num_swaps,
             prefix_stop=self.prefix_stop,
         )
 

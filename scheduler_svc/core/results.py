@@ -42,7 +42,7 @@ class ResultBook:
         sharing: PrefixSharing,
         charges: bool,
         finish: Finishes,
-        row_returned: Callable[[Request], None],
+        row_returned: Callable[[Request, bool], None],
     ) -> None:
         self._stats = stats
         self._sharing = sharing
@@ -121,7 +121,7 @@ class ResultBook:
                 request.end_set_back(now_ns)
         is_whole = token_id is not None if samples else reason is None and given.chunks_are_whole
         if not is_running:
-            self._row_returned(request)
+            self._row_returned(request, is_whole)
         elif is_whole:
             confirmed = int(worker.rows.num_confirmed[slot])
             worker.rows.num_confirmed[slot] = confirmed + num_tokens

@@ -10,7 +10,7 @@ Owns every request from arrival to its one end, and the state of every worker. R
 from array import array
 from typing import assert_never
 
-from scheduler_svc.core import explain, fork, planner, policy
+from scheduler_svc.core import explain, planner, policy
 from scheduler_svc.core.account import Account, Wait
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.attempts import AttemptMemory
@@ -33,7 +33,16 @@ from scheduler_svc.core.events import (
 from scheduler_svc.core.explain import EndedRequests
 from scheduler_svc.core.lifecycle import Move, RequestState
 from scheduler_svc.core.planner import StepBudget
-from scheduler_svc.core.ready import CoreStats, CoreView, Explanation, Finish, Ready, StepPlan
+from scheduler_svc.core.preemption import Preemptions
+from scheduler_svc.core.ready import (
+    CoreStats,
+    CoreView,
+    Explanation,
+    Finish,
+    Ready,
+    StepPlan,
+    joined,
+)
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.results import ResultBook
 from scheduler_svc.core.sharing import PrefixSharing
@@ -82,6 +91,14 @@ class SchedulerCore:
             waiting=self._waiting,
             tenants=self._tenants,
             workers=self._workers,
+        )
+        self._preemptions = Preemptions(
+            config=config,
+            stats=self.stats,
+            sharing=self._sharing,
+            waiting=self._waiting,
+            admission=self._admission,
+            start_anew=self._yield,
         )
         self._results = ResultBook(
             stats=self.stats,
@@ -132,26 +149,13 @@ class SchedulerCore:
     def take_ready(self) -> Ready:
         """Plans every worker that has room for a plan, and hands out all that is to be done."""
         self._hand_over_from_draining()
-        plans: list[StepPlan] = []
+        steps: list[StepPlan] = []
         for worker in self._workers.values():
-            while worker.depth.may_plan(self._now_ns, worker.in_flight):
-                plan = planner.plan_step(
-                    worker, self.config, self._now_ns, self._preempt, self._fill
-                )
-                if plan is None:
-                    break
-                self.stats.num_steps += 1
-                self.stats.num_chunked_prefills += plan.num_chunks
-                if plan.operations:
-                    self.stats.num_copied_blocks += fork.num_copied(plan.operations)
-                several = plans[-1].and_then(plan) if plans else None
-                if several is None:
-                    plans.append(plan)
-                else:
-                    plans[-1] = several
+            steps += planner.steps(worker, self.config, self._now_ns, self._preempt, self._fill)
+        self.stats.planned(steps)
         self._end_stranded()
         ready = Ready(
-            plans=tuple(plans),
+            plans=joined(steps),
             finishes=tuple(self._finishes),
             discards=tuple(self._discards),
             given_up=tuple(self._given_up),
@@ -162,15 +166,8 @@ class SchedulerCore:
 
     def view(self) -> CoreView:
         """Counts for Snapshot and metrics."""
-        workers = self._workers.values()
-        num_running = sum(len(worker.running) for worker in workers)
-        num_computed = sum(int(w.rows.num_computed[w.order].sum()) for w in workers)
-        return CoreView(
-            epoch=self._epoch,
-            num_waiting=len(self._requests) - num_running,
-            num_running=num_running,
-            backlog_tokens=self._num_total_tokens - num_computed,
-            workers=tuple(worker.view() for worker in workers),
+        return explain.core_view(
+            self._epoch, len(self._requests), self._num_total_tokens, self._workers.values()
         )
 
     def explain(self, request_id: RequestId) -> Explanation | None:
@@ -182,15 +179,10 @@ class SchedulerCore:
         return explain.held(
             request,
             place=self._waiting.place(request) if waits else None,
-            num_computed_tokens=self._num_computed(request),
+            worker=None if request.worker_id is None else self._workers[request.worker_id],
             now_ns=self._now_ns,
             account=self._account(request),
         )
-
-    def _num_computed(self, request: Request) -> int:
-        if request.worker_id is None:
-            return 0
-        return int(self._workers[request.worker_id].rows.num_computed[request.slot])
 
     def _account(self, request: Request) -> Account:
         return request.account(self._now_ns, self._admission.overtaken_ns(request))
@@ -313,6 +305,8 @@ class SchedulerCore:
         if request.state is RequestState.RUNNING:
             assert request.worker_id is not None
             self._workers[request.worker_id].vacate(request)
+        elif request.worker_id is not None:
+            self._workers[request.worker_id].swap.forget(request)
         elif request.state is RequestState.WAITING:
             self._waiting.remove(request)
         request.move(Move.FINISH)
@@ -365,9 +359,8 @@ class SchedulerCore:
             request.attempt == attempt and request.state is not RequestState.WAITING
         ):
             return
-        if request.state is RequestState.RUNNING:
-            assert request.worker_id is not None
-            self._yield(self._workers[request.worker_id], request)
+        if request.worker_id is not None:
+            self._yield(self._workers[request.worker_id], request, False)
         request.attempt = attempt + 1
         request.emit_from = 0
         request.emitted_by = None
@@ -377,6 +370,9 @@ class SchedulerCore:
         if worker is None:
             return
         self._last_steps[worker_id] = worker.last_step
+        for swapped in list(worker.swap.swapped.values()):
+            self._yield(worker, swapped.request, False)
+            self.stats.num_recovered += 1
         self._void_in_flight(worker)
         for request in list(worker.running.values()):
             request.set_back(self._now_ns, preempted=False)
@@ -390,17 +386,20 @@ class SchedulerCore:
         """No result of the steps in flight will come."""
         for flight in worker.in_flight:
             for row in sorted(flight.gone):
-                self._row_returned(flight.batch.requests[row])
+                self._row_returned(flight.batch.requests[row], False)
         worker.in_flight.clear()
 
-    def _row_returned(self, request: Request) -> None:
+    def _row_returned(self, request: Request, is_whole: bool) -> None:
         """One step less is in flight with a request that has left its slot."""
-        if request.state is not RequestState.RETURNING:
-            return
-        request.num_in_flight -= 1
-        if request.num_in_flight == 0:
-            request.move(Move.RETURN)
-            self._wait(request)
+        if request.state is RequestState.SWAPPED:
+            assert request.worker_id is not None
+            worker = self._workers[request.worker_id]
+            self._preemptions.row_returned(worker, request, is_whole=is_whole)
+        elif request.state is RequestState.RETURNING:
+            request.num_in_flight -= 1
+            if request.num_in_flight == 0:
+                request.move(Move.RETURN)
+                self._wait(request)
 
     def _count_loss(self, request: Request) -> None:
         """Bounds how often one request may lose its worker: it may be what kills them."""
@@ -420,9 +419,10 @@ class SchedulerCore:
         for worker in self._workers.values():
             if not worker.draining:
                 continue
-            for request in list(worker.running.values()):
+            swapped = [swapped.request for swapped in worker.swap.swapped.values()]
+            for request in [*worker.running.values(), *swapped]:
                 if any(not w.draining for w in self._admission.eligible(request)):
-                    self._yield(worker, request)
+                    self._yield(worker, request, False)
 
     # Results
 
@@ -435,6 +435,8 @@ class SchedulerCore:
         worker.last_result_step = event.step
         worker.num_failed_in_a_row = 0
         worker.depth.returned(flight, event, worker.in_flight)
+        if event.operations_done:
+            self._preemptions.operations_done(worker, event.operations_done)
         self._results.book(worker, flight, event, self._now_ns)
 
     def _step_failed(self, event: StepFailed) -> None:
@@ -449,24 +451,27 @@ class SchedulerCore:
             self._given_up.append(event.worker_id)
             self._lost(event.worker_id)
             return
+        self._preemptions.operations_done(worker, event.operations_done)
+        self._preemptions.forget_unfinished(worker)
         self._void_in_flight(worker)
         for request in list(worker.running.values()):
-            self._yield(worker, request)
+            self._yield(worker, request, False)
         worker.start_over()
 
     # Planning
 
-    def _fill(self, worker: WorkerState, budget: StepBudget) -> None:
-        self._admission.fill(worker, budget, self._now_ns)
+    def _fill(self, worker: WorkerState, budget: StepBudget, is_short: bool) -> None:
+        if worker.swap.swapped:
+            self._preemptions.bring_back(worker, budget, self._now_ns, is_short=is_short)
+        if not is_short:
+            self._admission.fill(worker, budget, self._now_ns)
 
     def _preempt(self, worker: WorkerState, request: Request) -> None:
-        request.num_preemptions += 1
-        self.stats.num_preemptions += 1
-        self._yield(worker, request, preempted=True)
+        self._preemptions.preempt(worker, request, self._now_ns)
 
-    def _yield(self, worker: WorkerState, request: Request, *, preempted: bool = False) -> None:
-        """Takes a running request off its worker; it waits at the place of its rank."""
-        worker.vacate(request)
+    def _yield(self, worker: WorkerState, request: Request, preempted: bool) -> None:
+        """Takes a request off its worker; it begins anew, at the place of its rank."""
+        worker.take_off(request)
         request.set_back(self._now_ns, preempted=preempted)
         request.forget_work()
         if request.num_in_flight > 0:

@@ -23,12 +23,16 @@ class StepCost:
         self._step_us = profile.step_us
         self._token_us = profile.token_us
         self._prior_us = profile.token_us
+        # As known now, made when it is asked for: once a step at most.
+        self._profile: CostProfile | None = profile
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     @property
     def profile(self) -> CostProfile:
         """As known now."""
-        return replace(self._given, step_us=self._step_us, token_us=self._token_us)
+        if self._profile is None:
+            self._profile = replace(self._given, step_us=self._step_us, token_us=self._token_us)
+        return self._profile
 
     def expected_us(self, num_tokens: int) -> float:
         """Time of a step of so many tokens, 0 if unknown."""
@@ -51,3 +55,4 @@ class StepCost:
         slope = (self._xy - self._x * mean_y + _PRIOR * self._prior_us) / (spread + _PRIOR)
         slope = min(max(0.0, slope), mean_y / mean_x)
         self._step_us, self._token_us = mean_y - slope * mean_x, slope
+        self._profile = None

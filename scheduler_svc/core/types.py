@@ -41,6 +41,14 @@ class OperationKind(enum.IntEnum):
     SWAP_IN = 3
 
 
+class PreemptionMode(enum.Enum):
+    """How a request lost its blocks: copied to the host, computed anew, or moved to a worker."""
+
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+    MOVE = "move"
+
+
 class PrefixStop(enum.Enum):
     """Why a look into the prefix cache found no more than it did."""
 

@@ -41,6 +41,10 @@ class WaitingQueue:
         """With `fair` the tenants that wait."""
         return len(self._lanes)
 
+    def heads(self) -> Iterator[Request]:
+        """The first of each lane."""
+        return (self._requests[lane[0]] for lane in self._lanes.values())
+
     def place(self, request: Request) -> int:
         """How many requests of its lane are before it."""
         return bisect_left(self._lane_of(request), request.rank)

@@ -17,15 +17,18 @@ from scheduler_svc.core import digest
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.depth import Depth
 from scheduler_svc.core.flight import Batch, Special, StepInFlight
-from scheduler_svc.core.ready import Admit, Operation, StepPlan, WorkerView
+from scheduler_svc.core.lifecycle import RequestState
+from scheduler_svc.core.ready import Admit, Operation, Preemption, StepPlan, WorkerView
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Column, Rows, column
 from scheduler_svc.core.step_cost import StepCost
+from scheduler_svc.core.swap import SwapSpace
 from scheduler_svc.core.types import (
     BlockHash,
     BlockId,
     CostProfile,
     OperationKind,
+    PreemptionMode,
     Slot,
     WorkerCapacity,
     WorkerId,
@@ -59,6 +62,11 @@ class WorkerState:
         self.gateway_ids = gateway_ids
         self.draining = False
         self.pool = BlockPool(capacity.num_blocks)
+        self.swap = SwapSpace(capacity.num_host_blocks, self.pool)
+        # How the last preemption here went, of those that had the choice.
+        self.last_preemption: PreemptionMode | None = None
+        # Those of the next plan, for its trace.
+        self.preemptions: list[Preemption] = []
         self.running: dict[int, Request] = {}
         # Those of them that have other samples, by group, in the order of their admission.
         self.samples: dict[bytes, list[Request]] = {}
@@ -102,9 +110,18 @@ class WorkerState:
         return len(self._free_slots)
 
     @property
+    def num_seats(self) -> int:
+        """Requests that hold a slot or will take one as soon as their blocks are there."""
+        return len(self.running) + self.swap.num_coming_back
+
+    @property
     def must_tell(self) -> bool:
-        """A plan is due even if it schedules nothing: for releases, a reset or operations."""
-        return self._reset or bool(self._releases) or bool(self._operations)
+        """A plan is due even if it schedules nothing: for releases, a reset or operations.
+
+        Also when operations are not done and no result is to come that could say they are.
+        """
+        asks = bool(self.swap.transfers) and not self.in_flight
+        return self._reset or bool(self._releases) or bool(self._operations) or asks
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens. The one size formula of the core."""
@@ -224,6 +241,13 @@ class WorkerState:
                     del self.coming[name]
         request.num_in_flight = sum(flight.leave(slot, request) for flight in self.in_flight)
 
+    def take_off(self, request: Request) -> None:
+        """Frees all that a request holds here, in a slot or in host memory."""
+        if request.state is RequestState.RUNNING:
+            self.vacate(request)
+        else:
+            self.swap.forget(request)
+
     def start_over(self) -> None:
         """The next plan carries `reset`; nothing may be running. Step numbers go on."""
         assert not self.running, "requests must leave before a reset"
@@ -301,12 +325,14 @@ class WorkerState:
             operations=tuple(self._operations),
             max_steps_in_flight=self.depth.k if self.depth.adapts else 0,
             round_trip_us=round(self.depth.round_trip_us) if self.depth.adapts else 0,
+            preemptions=tuple(self.preemptions),
         )
         self._reset = False
         self._releases = []
         self._admits = []
         self._growth = []
         self._operations = []
+        self.preemptions = []
         return plan
 
     def _changed(self, decodes: Column, chunks: dict[int, int]) -> tuple[tuple[Slot, int], ...]:
@@ -350,6 +376,12 @@ class WorkerState:
                 rows.num_tokens[slot] += 1
         return special
 
+    def num_computed(self, request: Request) -> int:
+        """Tokens of a request of this worker whose KV planned steps will have written."""
+        if request.state is RequestState.RUNNING:
+            return int(self.rows.num_computed[request.slot])
+        return self.swap.of(request).num_computed
+
     def view(self) -> WorkerView:
         """For Snapshot and metrics."""
         return WorkerView(
@@ -362,4 +394,7 @@ class WorkerState:
             draining=self.draining,
             max_steps_in_flight=self.depth.k,
             round_trip_us=round(self.depth.round_trip_us),
+            num_swapped=len(self.swap.swapped),
+            num_host_blocks_used=self.swap.host.num_used,
+            num_host_blocks=self.swap.host.num_blocks,
         )

@@ -43,6 +43,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert results["correctness"][0]["cases"] >= 15
     passed = [line["passed"] for line in results["worker"] if line["check"] == "parity"]
     assert passed == [True, True]
+    assert [line["passed"] for line in results["worker"] if line["check"] == "swap"] == [True]
     kernels = {line["kernel"] for line in results["sweeps"] if "kernel" in line}
     assert {"decode", "prefill", "rms_norm", "rotary_store", "sample"} <= kernels
 

@@ -5,6 +5,7 @@ worker can carry out within its budget (FakeWorker), and tokens that a client ca
 (FakeGateway). At the end all is healed and every request must end within a bounded number of steps.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,10 @@ OTHER = "other gateway"
 MAX_STEPS_TO_END = 4000
 # 0 is adapted, to times that are as different as can be.
 DEPTHS = [1, 2, 4, 8, 0]
+# Eight tokens, two blocks, cost as much as swapping three blocks out and in.
+COSTS: dict[str, Any] = {"token_us": 3.0, "swap_gb_per_s": 1.0}
+# How many operations a step names done: with 99 all.
+NUM_DONE = st.sampled_from([99, 99, 0, 1])
 SCORED: dict[str, Any] = {"num_logprobs": 0, "prompt_logprobs": True}
 
 
@@ -54,9 +59,16 @@ class CoreMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         max_skips=st.sampled_from([1, 16]),
         watermark=st.sampled_from([0.0, 0.1]),
+        preemption=st.sampled_from(["swap", "swap", "auto", "recompute"]),
     )
     def start(
-        self, policy: str, chunk: int, caching: bool, max_skips: int, watermark: float
+        self,
+        policy: str,
+        chunk: int,
+        caching: bool,
+        max_skips: int,
+        watermark: float,
+        preemption: str,
     ) -> None:
         self.cluster = Cluster(
             make_core(
@@ -68,9 +80,17 @@ class CoreMachine(RuleBasedStateMachine):
                 max_skips=max_skips,
                 watermark=watermark,
                 worker_wait_ns=2000 * MS,
+                preemption_mode=preemption,
             )
         )
-        self.cluster.join(NAMES[0], num_slots=4, num_blocks=12, max_num_batched_tokens=16)
+        self.cluster.join(
+            NAMES[0],
+            num_slots=4,
+            num_blocks=12,
+            max_num_batched_tokens=16,
+            num_host_blocks=12,
+            **COSTS,
+        )
 
     # Requests
 
@@ -129,6 +149,26 @@ class CoreMachine(RuleBasedStateMachine):
             for arrival in arrivals:
                 self.cluster.arrive(arrival)
 
+    @rule(
+        prompt=st.integers(1, 9),
+        max_tokens=st.integers(8, 20),
+        family=st.none() | st.integers(0, 1),
+        tenant=st.sampled_from(["a", "b"]),
+    )
+    def crowd(self, prompt: int, max_tokens: int, family: int | None, tenant: str) -> None:
+        """Requests that begin small and grow until blocks are short."""
+        for _ in range(4):
+            self.names.append(f"r{len(self.names)}")
+            self.cluster.arrive(
+                make_request(
+                    self.names[-1],
+                    prompt=prompt,
+                    family=family,
+                    max_tokens=max_tokens,
+                    tenant=tenant,
+                )
+            )
+
     @precondition(lambda self: self.names)
     @rule(data=st.data(), told=st.sampled_from(["core", "worker", "worker, then core"]))
     def cancel(self, data: st.DataObject, told: str) -> None:
@@ -170,31 +210,31 @@ class CoreMachine(RuleBasedStateMachine):
     def busy(self) -> list[FakeWorker]:
         return [worker for worker in self.cluster.workers.values() if worker.plans]
 
-    def answer(self, worker: FakeWorker, deliver: bool) -> None:
+    def answer(self, worker: FakeWorker, deliver: bool, num_done: int) -> None:
         """A worker's next answer; its tokens may reach the gateways later, or never."""
         self.cluster.now_ns += MS
-        event = worker.next_result(now_ns=self.cluster.now_ns)
+        event = worker.next_result(now_ns=self.cluster.now_ns, num_done=num_done)
         self.results.append(event)
         if deliver:
             self.cluster.deliver(worker)
         self.cluster.feed(event)
 
     @precondition(lambda self: self.busy())
-    @rule(data=st.data(), count=st.integers(1, 6), deliver=st.booleans())
-    def complete(self, data: st.DataObject, count: int, deliver: bool) -> None:
+    @rule(data=st.data(), count=st.integers(1, 6), deliver=st.booleans(), num_done=NUM_DONE)
+    def complete(self, data: st.DataObject, count: int, deliver: bool, num_done: int) -> None:
         """Some answers of one worker."""
         worker = data.draw(st.sampled_from(self.busy()))
         for _ in range(min(count, len(worker.plans))):
-            self.answer(worker, deliver)
+            self.answer(worker, deliver, num_done)
 
     @precondition(lambda self: self.busy())
-    @rule(count=st.integers(1, 12), deliver=st.booleans())
-    def complete_in_turn(self, count: int, deliver: bool) -> None:
+    @rule(count=st.integers(1, 12), deliver=st.booleans(), num_done=NUM_DONE)
+    def complete_in_turn(self, count: int, deliver: bool, num_done: int) -> None:
         """Answers of all workers in turn."""
         for number in range(count):
             busy = self.busy()
             if busy:
-                self.answer(busy[number % len(busy)], deliver)
+                self.answer(busy[number % len(busy)], deliver, num_done)
 
     @rule(name=st.sampled_from(NAMES))
     def deliver(self, name: str) -> None:
@@ -210,19 +250,17 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.cluster.core.stats.num_generation_tokens == tokens
 
     @precondition(lambda self: self.busy())
-    @rule(data=st.data(), scope=st.sampled_from([FaultScope.STEP] * 3 + [FaultScope.WORKER]))
-    def fail(self, data: st.DataObject, scope: FaultScope) -> None:
+    @rule(
+        data=st.data(),
+        scope=st.sampled_from([FaultScope.STEP] * 3 + [FaultScope.WORKER]),
+        num_done=NUM_DONE,
+    )
+    def fail(self, data: st.DataObject, scope: FaultScope, num_done: int) -> None:
         worker = data.draw(st.sampled_from(self.busy()))
-        event = worker.next_result(now_ns=self.cluster.now_ns, fail=True)
+        event = worker.next_result(now_ns=self.cluster.now_ns, fail=True, num_done=num_done)
         assert isinstance(event, StepFailed)
         if scope is FaultScope.WORKER:
-            event = StepFailed(
-                now_ns=event.now_ns,
-                worker_id=event.worker_id,
-                step=event.step,
-                scope=scope,
-                reason=event.reason,
-            )
+            event = replace(event, scope=scope)
         self.results.append(event)
         self.cluster.feed(event)
 
@@ -236,6 +274,7 @@ class CoreMachine(RuleBasedStateMachine):
         budget=st.sampled_from([3, 16, 64]),
         reads=st.sampled_from([(GATEWAY,), (GATEWAY, OTHER)]),
         held=st.none() | st.integers(1, 4),
+        num_host_blocks=st.sampled_from([0, 3, 20]),
     )
     def join(
         self,
@@ -246,6 +285,7 @@ class CoreMachine(RuleBasedStateMachine):
         budget: int,
         reads: tuple[str, ...],
         held: int | None,
+        num_host_blocks: int,
     ) -> None:
         """A worker comes, or comes back before anyone has seen it die."""
         snapshot = {} if held is None else {RequestId(n.encode()): held for n in self.names[-2:]}
@@ -257,6 +297,8 @@ class CoreMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             gateways=reads,
             snapshot_attempts=snapshot,
+            num_host_blocks=num_host_blocks,
+            **COSTS,
         )
 
     @rule(

@@ -50,6 +50,15 @@ await main({
     assert.deepEqual(streamed, texts);
     assert.equal((await complete({ prompt: [504, 3575, 282] })).usage.prompt_tokens, 3);
   },
+  "several samples are choices of one answer, whole and streamed": async () => {
+    const asked = { n: 3, seed: 5, temperature: 1.5 };
+    const texts = (await chat(asked)).choices.map((c) => c.message.content);
+    assert.equal(texts.length, 3);
+    const streamed = texts.map(() => "");
+    for await (const chunk of await chat({ ...asked, stream: true }))
+      for (const choice of chunk.choices) streamed[choice.index] += choice.delta.content ?? "";
+    assert.deepEqual(streamed, texts);
+  },
   "a stop string ends the answer before it": async () => {
     const whole = (await complete()).choices[0].text;
     const stop = whole.slice(2, 4);
@@ -73,7 +82,7 @@ await main({
   "errors are the SDK's own types and name the field": async () => {
     const error = await rejects(OpenAI.BadRequestError, () => chat({ temperature: -1 }));
     assert.equal(error.param, "temperature");
-    assert.equal((await rejects(OpenAI.BadRequestError, () => chat({ n: 2, stream: true }))).param, "n");
+    assert.equal((await rejects(OpenAI.BadRequestError, () => chat({ n: 129, stream: true }))).param, "n");
     await rejects(OpenAI.NotFoundError, () => chat({ model: "another" }));
     await rejects(OpenAI.NotFoundError, () => client.embeddings.create({ model: MODEL, input: "x" }));
     if (HAS_KEYS) {

@@ -112,6 +112,26 @@ def several_prompts() -> None:
 
 
 @check
+def several_samples() -> None:
+    """Each its own choice, whole and streamed, the same again under one seed; the prompt once."""
+    asked = {"model": MODEL, "max_tokens": 8, "seed": 5, "temperature": 1.5, "n": 4}
+    whole = client.chat.completions.create(messages=MESSAGES, **asked)
+    texts = [choice.message.content for choice in whole.choices]
+    equal([choice.index for choice in whole.choices], [0, 1, 2, 3])
+    assert len(set(texts)) > 1, texts
+    one = client.chat.completions.create(messages=MESSAGES, **GREEDY)
+    equal(whole.usage.prompt_tokens, one.usage.prompt_tokens)
+    streamed = [""] * 4
+    for chunk in client.chat.completions.create(messages=MESSAGES, stream=True, **asked):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    equal(streamed, texts)
+    both = client.completions.create(prompt=PROMPTS[:2], n=2, best_of=2, **GREEDY)
+    first, second, third, fourth = (choice.text for choice in both.choices)
+    equal((first, third), (second, fourth))
+
+
+@check
 def stops() -> None:
     """A stop string ends the answer before it, or behind it when asked for."""
 
@@ -222,7 +242,7 @@ def errors() -> None:
         "temperature": -1,
         "top_p": 2,
         "max_tokens": 0,
-        "n": 2,
+        "n": 129,
         "seed": 2**70,
         "presence_penalty": 9,
     }.items():

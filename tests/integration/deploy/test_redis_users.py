@@ -120,6 +120,8 @@ async def test_each_role_may_do_all_that_it_does(stack: UsersStack) -> None:
         assert [(e["username"], e["object"]) for e in eye.acl_log()] == []
         assert eye.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
         assert eye.config_get("appendonly")["appendonly"] == "yes"
+        # With it other machines are refused while the default user has no password.
+        assert eye.config_get("protected-mode")["protected-mode"] == "no"
 
 
 def test_no_role_may_do_more(stack: UsersStack) -> None:

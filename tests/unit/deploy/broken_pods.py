@@ -107,7 +107,7 @@ BROKEN: list[tuple[Check, Change, str]] = [
     (
         pod_checks.grace_covers_the_drain,
         lambda r: setting(r, "QUIRE_DRAIN_S", "60"),
-        "grace 45 s, but preStop 10 + drain 60 + 5 = 75",
+        "grace 35 s, but preStop 0 + drain 60 + 5 = 65",
     ),
     (
         pod_checks.grace_covers_the_drain,

@@ -10,6 +10,7 @@ from packaging.utils import canonicalize_name
 
 from deploy.local import setup
 from deploy.local.options import ROOT
+from tests.unit.deploy.test_locks import is_needed
 
 LIGHT = "requirements-light.lock"
 SOURCES = ("gateway", "scheduler_svc", "servicekit", "protos/gen/quire")
@@ -42,7 +43,7 @@ def needed() -> frozenset[str]:
         found.add(name)
         for line in importlib.metadata.distribution(name).requires or []:
             need = Requirement(line)
-            if need.marker is None or need.marker.evaluate({"extra": ""}):
+            if is_needed(need):
                 wanted.add(need.name)
     return frozenset(found)
 

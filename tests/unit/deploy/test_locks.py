@@ -14,6 +14,18 @@ LOCKS = (setup.RUNTIME, setup.TOOLS, setup.CUDA)
 LINE = re.compile(r"^[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*$")
 
 
+# Markers are asked for the oldest Python that Quire runs on as well as for this one.
+ENVIRONMENTS: tuple[dict[str, str], ...] = (
+    {"extra": ""},
+    {"extra": "", "python_version": "3.11", "python_full_version": "3.11.0"},
+)
+
+
+def is_needed(need: Requirement) -> bool:
+    """By some Python that Quire runs on."""
+    return need.marker is None or any(need.marker.evaluate(e) for e in ENVIRONMENTS)
+
+
 def locked(*names: str) -> dict[str, str]:
     """Canonical package names to versions."""
     lines = [pair for name in names for pair in setup.lock_lines(name).items()]
@@ -53,7 +65,7 @@ def test_locks_are_closed(names: tuple[str, ...]) -> None:
         assert found.version.split("+")[0] == version, package
         for line in found.requires or []:
             need = Requirement(line)
-            if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            if not is_needed(need):
                 continue
             name = canonicalize_name(need.name)
             if name.startswith(("nvidia-", "cuda-")):

@@ -21,8 +21,8 @@ BLOCK_SIZE = 16
 MAX_CALLS = 58
 # More for a row that takes a block and one that fills one: measured 2.
 MAX_CALLS_PER_BLOCK = 3
-# For a request that comes while one leaves: measured 137.
-MAX_CALLS_PER_REQUEST = 150
+# For a request that comes while one leaves: measured 141.
+MAX_CALLS_PER_REQUEST = 145
 
 
 def running(
@@ -158,7 +158,8 @@ def test_of_a_burst_not_each_request_is_matched_with_each_worker() -> None:
     count, ready = count_calls(c, c.result("w3"))
     assert sum(len(plan.admits) for plan in ready.plans) > 0
     assert c.core.view().num_waiting > 64
-    assert count <= 64 * 30
+    # Each that is looked at makes about 30 calls; a match with a worker makes 15 and more.
+    assert count <= 64 * 40
 
 
 @pytest.mark.parametrize("what", ["no room", "held back"])

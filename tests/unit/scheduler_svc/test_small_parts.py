@@ -10,7 +10,13 @@ from scheduler_svc.adapters.inbox_redis import RedisTime
 from scheduler_svc.adapters.redis_access import RedisHealth
 from scheduler_svc.core.account import Account, Wait
 from scheduler_svc.core.ready import CoreStats, CoreView, Finish, Ready, WorkerView
-from scheduler_svc.core.types import FinishReason, PrefixStop, RequestId, WorkerId
+from scheduler_svc.core.types import (
+    FinishReason,
+    PreemptionMode,
+    PrefixStop,
+    RequestId,
+    WorkerId,
+)
 from scheduler_svc.metrics import Sample, SchedulerMetrics
 from servicekit import redis_client
 from servicekit.metrics import new_registry
@@ -105,11 +111,28 @@ def test_metrics_show_the_core_and_its_histograms() -> None:
         draining=False,
         max_steps_in_flight=3,
         round_trip_us=2500,
+        num_swapped=2,
+        num_host_blocks_used=4,
+        num_host_blocks=8,
     )
-    view = CoreView(epoch=7, num_waiting=5, num_running=3, backlog_tokens=99, workers=(worker,))
+    view = CoreView(
+        epoch=7,
+        num_waiting=5,
+        num_running=3,
+        num_swapped=2,
+        backlog_tokens=99,
+        workers=(worker,),
+    )
     sample = Sample(
         stats=CoreStats(
-            num_preemptions=4,
+            preemptions={
+                PreemptionMode.SWAP: 1,
+                PreemptionMode.RECOMPUTE: 3,
+                PreemptionMode.MOVE: 0,
+            },
+            num_swaps_void=1,
+            num_blocks_swapped_out=12,
+            num_blocks_swapped_in=11,
             prefix_queries=10,
             prefix_hits=6,
             num_recovered=2,
@@ -152,7 +175,14 @@ def test_metrics_show_the_core_and_its_histograms() -> None:
     for line in (
         'vllm:num_requests_running{model_name="tiny"} 3.0',
         'vllm:num_requests_waiting{model_name="tiny"} 5.0',
-        'vllm:num_requests_swapped{model_name="tiny"} 0.0',
+        'vllm:num_requests_swapped{model_name="tiny"} 2.0',
+        'vllm:cpu_cache_usage_perc{model_name="tiny"} 0.5',
+        'quire:host_blocks_used{model_name="tiny"} 4.0',
+        'quire:preemptions_total{mode="swap",model_name="tiny"} 1.0',
+        'quire:preemptions_total{mode="recompute",model_name="tiny"} 3.0',
+        'quire:swaps_void_total{model_name="tiny"} 1.0',
+        'quire:swap_blocks_total{direction="out",model_name="tiny"} 12.0',
+        'quire:swap_blocks_total{direction="in",model_name="tiny"} 11.0',
         'vllm:kv_cache_usage_perc{model_name="tiny"} 0.25',
         'vllm:num_preemptions_total{model_name="tiny"} 4.0',
         'vllm:prefix_cache_queries_total{model_name="tiny"} 10.0',

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import common_pb2 as quire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/scheduler.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"\x11\n\x0fSnapshotRequest\"\xc5\x01\n\x10SnapshotResponse\x12\x0e\n\x06leader\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1c\n\x14num_requests_waiting\x18\x03 \x01(\r\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12&\n\x07workers\x18\x05 \x03(\x0b\x32\x15.quire.v1.WorkerState\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\x04\x12\x15\n\rnum_recovered\x18\x07 \x01(\x04\"\xf2\x01\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x1c\n\x14num_requests_running\x18\x03 \x01(\r\x12\x17\n\x0fnum_blocks_used\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1b\n\x13num_steps_in_flight\x18\x06 \x01(\r\x12\x11\n\tlast_step\x18\x07 \x01(\x04\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x1b\n\x13max_steps_in_flight\x18\t \x01(\r\x12\x15\n\rround_trip_us\x18\n \x01(\x04\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\"\xd7\x08\n\x0f\x45xplainResponse\x12.\n\x05state\x18\x01 \x01(\x0e\x32\x1f.quire.v1.ExplainResponse.State\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x17\n\nnum_before\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x06 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x0e\n\x06\x61ge_us\x18\t \x01(\x04\x12/\n\x05waits\x18\n \x03(\x0b\x32 .quire.v1.ExplainResponse.Waited\x12\x17\n\x0fnum_preemptions\x18\x0b \x01(\r\x12\x14\n\x0cpreempted_us\x18\x0c \x01(\x04\x12\x11\n\tnum_moves\x18\r \x01(\r\x12\x13\n\x0bset_back_us\x18\x0e \x01(\x04\x12\x11\n\tnum_skips\x18\x0f \x01(\r\x12\x39\n\x0bprefix_stop\x18\x10 \x01(\x0e\x32$.quire.v1.ExplainResponse.PrefixStop\x12-\n\rfinish_reason\x18\x11 \x01(\x0e\x32\x16.quire.v1.FinishReason\x1aO\n\x06Waited\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .quire.v1.ExplainResponse.Reason\x12\x13\n\x0b\x64uration_us\x18\x02 \x01(\x04\"m\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_WAITING\x10\x01\x12\x11\n\rSTATE_RUNNING\x10\x02\x12\x13\n\x0fSTATE_RETURNING\x10\x03\x12\x12\n\x0eSTATE_FINISHED\x10\x04\"\x98\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREASON_TURN\x10\x01\x12\x11\n\rREASON_BLOCKS\x10\x02\x12\x13\n\x0fREASON_FAIRNESS\x10\x03\x12\x14\n\x10REASON_HELD_BACK\x10\x04\x12\x11\n\rREASON_WORKER\x10\x05\x12\x14\n\x10REASON_RETURNING\x10\x06\"\xe9\x01\n\nPrefixStop\x12\x1b\n\x17PREFIX_STOP_UNSPECIFIED\x10\x00\x12\x13\n\x0fPREFIX_STOP_END\x10\x01\x12\x14\n\x10PREFIX_STOP_COLD\x10\x02\x12\x17\n\x13PREFIX_STOP_EVICTED\x10\x03\x12\x19\n\x15PREFIX_STOP_COLLISION\x10\x04\x12\x19\n\x15PREFIX_STOP_ELSEWHERE\x10\x05\x12\x15\n\x11PREFIX_STOP_SHORT\x10\x06\x12\x18\n\x14PREFIX_STOP_LOGPROBS\x10\x07\x12\x13\n\x0fPREFIX_STOP_OFF\x10\x08\x42\r\n\x0b_num_before2\x95\x01\n\x10SchedulerService\x12\x41\n\x08Snapshot\x12\x19.quire.v1.SnapshotRequest\x1a\x1a.quire.v1.SnapshotResponse\x12>\n\x07\x45xplain\x12\x18.quire.v1.ExplainRequest\x1a\x19.quire.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/scheduler.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"\x11\n\x0fSnapshotRequest\"\xa5\x02\n\x10SnapshotResponse\x12\x0e\n\x06leader\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1c\n\x14num_requests_waiting\x18\x03 \x01(\r\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12&\n\x07workers\x18\x05 \x03(\x0b\x32\x15.quire.v1.WorkerState\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\x04\x12\x15\n\rnum_recovered\x18\x07 \x01(\x04\x12\x1c\n\x14num_requests_swapped\x18\x08 \x01(\r\x12\x1f\n\x17num_preemptions_by_swap\x18\t \x01(\x04\x12\x1f\n\x17num_preemptions_by_move\x18\n \x01(\x04\"\xc7\x02\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x1c\n\x14num_requests_running\x18\x03 \x01(\r\x12\x17\n\x0fnum_blocks_used\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1b\n\x13num_steps_in_flight\x18\x06 \x01(\r\x12\x11\n\tlast_step\x18\x07 \x01(\x04\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x1b\n\x13max_steps_in_flight\x18\t \x01(\r\x12\x15\n\rround_trip_us\x18\n \x01(\x04\x12\x1c\n\x14num_requests_swapped\x18\x0b \x01(\r\x12\x1c\n\x14num_host_blocks_used\x18\x0c \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\r \x01(\r\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\"\xa9\t\n\x0f\x45xplainResponse\x12.\n\x05state\x18\x01 \x01(\x0e\x32\x1f.quire.v1.ExplainResponse.State\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x17\n\nnum_before\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x06 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x0e\n\x06\x61ge_us\x18\t \x01(\x04\x12/\n\x05waits\x18\n \x03(\x0b\x32 .quire.v1.ExplainResponse.Waited\x12\x17\n\x0fnum_preemptions\x18\x0b \x01(\r\x12\x14\n\x0cpreempted_us\x18\x0c \x01(\x04\x12\x11\n\tnum_moves\x18\r \x01(\r\x12\x13\n\x0bset_back_us\x18\x0e \x01(\x04\x12\x11\n\tnum_skips\x18\x0f \x01(\r\x12\x39\n\x0bprefix_stop\x18\x10 \x01(\x0e\x32$.quire.v1.ExplainResponse.PrefixStop\x12-\n\rfinish_reason\x18\x11 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x11\n\tnum_swaps\x18\x12 \x01(\r\x1aO\n\x06Waited\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .quire.v1.ExplainResponse.Reason\x12\x13\n\x0b\x64uration_us\x18\x02 \x01(\x04\"\x97\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_WAITING\x10\x01\x12\x11\n\rSTATE_RUNNING\x10\x02\x12\x13\n\x0fSTATE_RETURNING\x10\x03\x12\x12\n\x0eSTATE_FINISHED\x10\x04\x12\x11\n\rSTATE_SWAPPED\x10\x05\x12\x15\n\x11STATE_SWAPPING_IN\x10\x06\"\xac\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREASON_TURN\x10\x01\x12\x11\n\rREASON_BLOCKS\x10\x02\x12\x13\n\x0fREASON_FAIRNESS\x10\x03\x12\x14\n\x10REASON_HELD_BACK\x10\x04\x12\x11\n\rREASON_WORKER\x10\x05\x12\x14\n\x10REASON_RETURNING\x10\x06\x12\x12\n\x0eREASON_SWAPPED\x10\x07\"\xe9\x01\n\nPrefixStop\x12\x1b\n\x17PREFIX_STOP_UNSPECIFIED\x10\x00\x12\x13\n\x0fPREFIX_STOP_END\x10\x01\x12\x14\n\x10PREFIX_STOP_COLD\x10\x02\x12\x17\n\x13PREFIX_STOP_EVICTED\x10\x03\x12\x19\n\x15PREFIX_STOP_COLLISION\x10\x04\x12\x19\n\x15PREFIX_STOP_ELSEWHERE\x10\x05\x12\x15\n\x11PREFIX_STOP_SHORT\x10\x06\x12\x18\n\x14PREFIX_STOP_LOGPROBS\x10\x07\x12\x13\n\x0fPREFIX_STOP_OFF\x10\x08\x42\r\n\x0b_num_before2\x95\x01\n\x10SchedulerService\x12\x41\n\x08Snapshot\x12\x19.quire.v1.SnapshotRequest\x1a\x1a.quire.v1.SnapshotResponse\x12>\n\x07\x45xplain\x12\x18.quire.v1.ExplainRequest\x1a\x19.quire.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SNAPSHOTREQUEST']._serialized_start=61
   _globals['_SNAPSHOTREQUEST']._serialized_end=78
   _globals['_SNAPSHOTRESPONSE']._serialized_start=81
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=278
-  _globals['_WORKERSTATE']._serialized_start=281
-  _globals['_WORKERSTATE']._serialized_end=523
-  _globals['_EXPLAINREQUEST']._serialized_start=525
-  _globals['_EXPLAINREQUEST']._serialized_end=561
-  _globals['_EXPLAINRESPONSE']._serialized_start=564
-  _globals['_EXPLAINRESPONSE']._serialized_end=1675
-  _globals['_EXPLAINRESPONSE_WAITED']._serialized_start=1079
-  _globals['_EXPLAINRESPONSE_WAITED']._serialized_end=1158
-  _globals['_EXPLAINRESPONSE_STATE']._serialized_start=1160
-  _globals['_EXPLAINRESPONSE_STATE']._serialized_end=1269
-  _globals['_EXPLAINRESPONSE_REASON']._serialized_start=1272
-  _globals['_EXPLAINRESPONSE_REASON']._serialized_end=1424
-  _globals['_EXPLAINRESPONSE_PREFIXSTOP']._serialized_start=1427
-  _globals['_EXPLAINRESPONSE_PREFIXSTOP']._serialized_end=1660
-  _globals['_SCHEDULERSERVICE']._serialized_start=1678
-  _globals['_SCHEDULERSERVICE']._serialized_end=1827
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=374
+  _globals['_WORKERSTATE']._serialized_start=377
+  _globals['_WORKERSTATE']._serialized_end=704
+  _globals['_EXPLAINREQUEST']._serialized_start=706
+  _globals['_EXPLAINREQUEST']._serialized_end=742
+  _globals['_EXPLAINRESPONSE']._serialized_start=745
+  _globals['_EXPLAINRESPONSE']._serialized_end=1938
+  _globals['_EXPLAINRESPONSE_WAITED']._serialized_start=1279
+  _globals['_EXPLAINRESPONSE_WAITED']._serialized_end=1358
+  _globals['_EXPLAINRESPONSE_STATE']._serialized_start=1361
+  _globals['_EXPLAINRESPONSE_STATE']._serialized_end=1512
+  _globals['_EXPLAINRESPONSE_REASON']._serialized_start=1515
+  _globals['_EXPLAINRESPONSE_REASON']._serialized_end=1687
+  _globals['_EXPLAINRESPONSE_PREFIXSTOP']._serialized_start=1690
+  _globals['_EXPLAINRESPONSE_PREFIXSTOP']._serialized_end=1923
+  _globals['_SCHEDULERSERVICE']._serialized_start=1941
+  _globals['_SCHEDULERSERVICE']._serialized_end=2090
 # @@protoc_insertion_point(module_scope)

@@ -50,6 +50,9 @@ class SnapshotResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     NUM_RECOVERED_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_SWAPPED_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_BY_SWAP_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_BY_MOVE_FIELD_NUMBER: _builtins.int
     leader: _builtins.bool
     """This process holds the lease."""
     epoch: _builtins.int
@@ -62,6 +65,12 @@ class SnapshotResponse(_message.Message):
     """Preemptions since the start."""
     num_recovered: _builtins.int
     """Requests moved from a lost worker since the start."""
+    num_requests_swapped: _builtins.int
+    """Requests whose work is in host memory."""
+    num_preemptions_by_swap: _builtins.int
+    """Of the preemptions those that copied to host memory, and those that moved to another worker."""
+    num_preemptions_by_move: _builtins.int
+    """See above."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]:
         """The workers it has a session with."""
@@ -76,10 +85,13 @@ class SnapshotResponse(_message.Message):
         workers: _abc.Iterable[Global___WorkerState] | None = ...,
         num_preemptions: _builtins.int = ...,
         num_recovered: _builtins.int = ...,
+        num_requests_swapped: _builtins.int = ...,
+        num_preemptions_by_swap: _builtins.int = ...,
+        num_preemptions_by_move: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "leader", b"leader", "num_preemptions", b"num_preemptions", "num_recovered", b"num_recovered", "num_requests_running", b"num_requests_running", "num_requests_waiting", b"num_requests_waiting", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "leader", b"leader", "num_preemptions", b"num_preemptions", "num_preemptions_by_move", b"num_preemptions_by_move", "num_preemptions_by_swap", b"num_preemptions_by_swap", "num_recovered", b"num_recovered", "num_requests_running", b"num_requests_running", "num_requests_swapped", b"num_requests_swapped", "num_requests_waiting", b"num_requests_waiting", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -101,6 +113,9 @@ class WorkerState(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     ROUND_TRIP_US_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_SWAPPED_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_USED_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     address: _builtins.str
@@ -121,6 +136,12 @@ class WorkerState(_message.Message):
     """Most plans that may be in flight now."""
     round_trip_us: _builtins.int
     """From a plan to its result, less the worker's own time, microseconds."""
+    num_requests_swapped: _builtins.int
+    """Requests whose work is in its host memory."""
+    num_host_blocks_used: _builtins.int
+    """Host blocks owned by requests and by copies that are not done."""
+    num_host_blocks: _builtins.int
+    """Host blocks in all."""
     def __init__(
         self,
         *,
@@ -134,10 +155,13 @@ class WorkerState(_message.Message):
         draining: _builtins.bool = ...,
         max_steps_in_flight: _builtins.int = ...,
         round_trip_us: _builtins.int = ...,
+        num_requests_swapped: _builtins.int = ...,
+        num_host_blocks_used: _builtins.int = ...,
+        num_host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "last_step", b"last_step", "max_steps_in_flight", b"max_steps_in_flight", "num_blocks", b"num_blocks", "num_blocks_used", b"num_blocks_used", "num_requests_running", b"num_requests_running", "num_steps_in_flight", b"num_steps_in_flight", "round_trip_us", b"round_trip_us", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "last_step", b"last_step", "max_steps_in_flight", b"max_steps_in_flight", "num_blocks", b"num_blocks", "num_blocks_used", b"num_blocks_used", "num_host_blocks", b"num_host_blocks", "num_host_blocks_used", b"num_host_blocks_used", "num_requests_running", b"num_requests_running", "num_requests_swapped", b"num_requests_swapped", "num_steps_in_flight", b"num_steps_in_flight", "round_trip_us", b"round_trip_us", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -187,6 +211,10 @@ class ExplainResponse(_message.Message):
         """It gave its slot up while steps with it are unreturned."""
         STATE_FINISHED: ExplainResponse._State.ValueType  # 4
         """It has ended."""
+        STATE_SWAPPED: ExplainResponse._State.ValueType  # 5
+        """What it has computed is in host memory, or on its way there."""
+        STATE_SWAPPING_IN: ExplainResponse._State.ValueType  # 6
+        """It is being copied back from host memory."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
         """Where the request stands."""
@@ -201,6 +229,10 @@ class ExplainResponse(_message.Message):
     """It gave its slot up while steps with it are unreturned."""
     STATE_FINISHED: ExplainResponse.State.ValueType  # 4
     """It has ended."""
+    STATE_SWAPPED: ExplainResponse.State.ValueType  # 5
+    """What it has computed is in host memory, or on its way there."""
+    STATE_SWAPPING_IN: ExplainResponse.State.ValueType  # 6
+    """It is being copied back from host memory."""
 
     class _Reason:
         ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -222,6 +254,8 @@ class ExplainResponse(_message.Message):
         """No worker could run it."""
         REASON_RETURNING: ExplainResponse._Reason.ValueType  # 6
         """It had lost its slot while steps with it were unreturned."""
+        REASON_SWAPPED: ExplainResponse._Reason.ValueType  # 7
+        """What it had computed was in host memory, or on its way there or back."""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
         """What a request waited for."""
@@ -240,6 +274,8 @@ class ExplainResponse(_message.Message):
     """No worker could run it."""
     REASON_RETURNING: ExplainResponse.Reason.ValueType  # 6
     """It had lost its slot while steps with it were unreturned."""
+    REASON_SWAPPED: ExplainResponse.Reason.ValueType  # 7
+    """What it had computed was in host memory, or on its way there or back."""
 
     class _PrefixStop:
         ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -329,6 +365,7 @@ class ExplainResponse(_message.Message):
     NUM_SKIPS_FIELD_NUMBER: _builtins.int
     PREFIX_STOP_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    NUM_SWAPS_FIELD_NUMBER: _builtins.int
     state: Global___ExplainResponse.State.ValueType
     """Where the request stands."""
     attempt: _builtins.int
@@ -361,6 +398,8 @@ class ExplainResponse(_message.Message):
     """What the prefix cache said."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """How it ended, UNSPECIFIED while it has not."""
+    num_swaps: _builtins.int
+    """Of its preemptions those that copied its blocks to host memory."""
     @_builtins.property
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExplainResponse.Waited]:
         """All its waiting, by reason."""
@@ -385,10 +424,11 @@ class ExplainResponse(_message.Message):
         num_skips: _builtins.int = ...,
         prefix_stop: Global___ExplainResponse.PrefixStop.ValueType = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
+        num_swaps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_before", b"_num_before", "num_before", b"num_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_before", b"_num_before", "age_us", b"age_us", "attempt", b"attempt", "finish_reason", b"finish_reason", "num_before", b"num_before", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_moves", b"num_moves", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_skips", b"num_skips", "preempted_us", b"preempted_us", "prefix_stop", b"prefix_stop", "set_back_us", b"set_back_us", "state", b"state", "waits", b"waits", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_before", b"_num_before", "age_us", b"age_us", "attempt", b"attempt", "finish_reason", b"finish_reason", "num_before", b"num_before", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_moves", b"num_moves", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_skips", b"num_skips", "num_swaps", b"num_swaps", "preempted_us", b"preempted_us", "prefix_stop", b"prefix_stop", "set_back_us", b"set_back_us", "state", b"state", "waits", b"waits", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_before: _TypeAlias = _typing.Literal["num_before"]  # noqa: Y015
     _WhichOneofArgType__num_before: _TypeAlias = _typing.Literal["_num_before", b"_num_before"]  # noqa: Y015

@@ -1,0 +1,27 @@
+"""Histories with too few blocks: nothing is lost, repeated or stuck, whatever ends in between."""
+
+import pytest
+
+from tests.swap_histories import MODES, History
+
+DEPTHS = (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_everything_ends_with_its_own_tokens(mode: str, depth: int) -> None:
+    num_swaps = 0
+    for seed in range(3):
+        history = History(seed, mode=mode, depth=depth)
+        history.play()
+        num_swaps += history.num_swaps
+    assert (num_swaps > 0) == (mode != "recompute")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_everything_ends_with_its_own_tokens_at_length(mode: str, depth: int) -> None:
+    for seed in range(100, 140):
+        History(seed, mode=mode, depth=depth).play(200)
