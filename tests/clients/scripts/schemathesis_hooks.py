@@ -1,8 +1,8 @@
 """Keeps what schemathesis generates cheap: a valid request must not decode for minutes.
 
 Counts of output tokens and of samples that are in range become small ones, and one is given where
-the default is large. A deadline that is in range becomes one that can be met: 504 is the right answer to others.
-Wrong values go as they were generated.
+the default is large. A deadline that is in range becomes one that can be met: 504 is the right
+answer to others. Wrong values go as they were generated.
 """
 
 from typing import Any
