@@ -1,10 +1,10 @@
-"""Owns the lean forward of recognised models on the native kernels.
+"""Owns the lean forward of recognised models, on native kernels or Triton's.
 
 transformers' modules cost as much in small operators and Python as their linear layers do. For the
 families of RECOGNISED this module computes the same function with nine operators a layer: norm with
 residual, one projection for queries, keys and values, rotary embedding with the store, paged
 attention, output projection, norm with residual, one projection for gate and up, activation, down.
-The operators round where the modules round.
+The operators round where the modules round; gpu_worker.fused_operators has them.
 
 What a layer asks of attention (scale, window, soft cap) is what the probing forward saw it ask.
 The unmodified module stays the reference: models.check_parity holds this forward against its eager
@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.attention import LayerCall, PagedContext, StepTables
-from kernels.native.linear import Linear, choose_linear
-from kernels.native.operators import Attention, GatedActivation, RmsNorm, RotaryStore
+from gpu_worker.fused_operators import Activation, Attend, Linear, Norm, Operators, Store
 
 # Decoder layer class -> whether its norms scale by 1 + weight.
 RECOGNISED = {
@@ -55,16 +54,16 @@ class HeadNorms:
 class Layer:
     """A decoder layer's parts; norms that a family lacks are None."""
 
-    before_attention: RmsNorm
-    after_attention: RmsNorm | None
-    before_mlp: RmsNorm
-    after_mlp: RmsNorm | None
+    before_attention: Norm
+    after_attention: Norm | None
+    before_mlp: Norm
+    after_mlp: Norm | None
     heads: HeadNorms | None
     qkv: Linear
     out: Linear
     gate_up: Linear
     down: Linear
-    activation: GatedActivation
+    activation: Activation
     rotary: str  # the layer type whose rotary embedding it uses, "" where all share one
     call: LayerCall
 
@@ -78,12 +77,10 @@ class RotaryTables:
 
 
 class FusedModel:
-    """One model's forward, over packed weights of its own.
+    """One model's forward, by `operators`."""
 
-    `deterministic` keeps to linear layers in which a row's bits do not depend on the batch.
-    """
-
-    def __init__(self, module: Any, calls: Sequence[LayerCall], *, deterministic: bool) -> None:
+    def __init__(self, module: Any, calls: Sequence[LayerCall], operators: Operators) -> None:
+        self._operators = operators
         body = module.model
         names = {type(layer).__name__ for layer in body.layers}
         if len(names) != 1 or not names <= RECOGNISED.keys():
@@ -97,11 +94,11 @@ class FusedModel:
         by_layer = {call.layer: call for call in calls}
         types = getattr(body.rotary_emb, "layer_types", None)
         self._layers = [
-            _layer(layer, by_layer[index], offset, types is not None, deterministic)
+            _layer(layer, by_layer[index], offset, types is not None, operators)
             for index, layer in enumerate(body.layers)
         ]
-        self._norm = _norm(body.norm, self._offset)
-        self._head = _linear(deterministic, module.lm_head)
+        self._norm = _norm(operators, body.norm, self._offset)
+        self._head = _linear(operators, module.lm_head)
         self._cap = float(getattr(module.config, "final_logit_softcapping", None) or 0.0)
 
     @property
@@ -111,15 +108,21 @@ class FusedModel:
         return sorted({linear.kind for linear in (*layers, self._head)})
 
     def release(self, module: Any) -> None:
-        """Frees the module's own linear weights: it can't compute a forward any more."""
+        """Frees the module's own linear weights where they are held twice.
+
+        It can't compute a forward any more then.
+        """
+        if not self._operators.frees_modules:
+            return
         for part in module.modules():
             if type(part) is torch.nn.Linear and part.weight is not self._embedding:
                 part.weight.data = part.weight.new_empty(0)
 
     def set_positions(self, num_positions: int) -> None:
         """Makes the rotary tables for so many positions; a model's scaling is settled by then."""
+        like = torch.zeros((1, 1, 1), dtype=self._dtype, device=self._embedding.device)
         self._tables = {
-            kind: _tables(self._rotary_module, kind, num_positions, self._dtype)
+            kind: _tables(self._rotary_module, kind, num_positions, like)
             for kind in {layer.rotary for layer in self._layers}
         }
 
@@ -132,16 +135,32 @@ class FusedModel:
         logits_indices: Tensor,
     ) -> Tensor:
         """Logits [len(logits_indices), vocabulary] of the flat batch; KV goes into the cache."""
+        return self.head(self.hidden(context, step, token_ids, positions, logits_indices))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocabulary] of n rows of what `hidden` gives."""
+        logits = self._head(hidden)
+        return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
+
+    def hidden(
+        self,
+        context: PagedContext,
+        step: StepTables,
+        token_ids: Tensor,
+        positions: Tensor,
+        indices: Tensor,
+    ) -> Tensor:
+        """What the head takes, normed, at `indices` of the flat batch; KV goes into the cache."""
         x = self._embed(token_ids)
         delta: Tensor | None = None
-        attends: dict[tuple[float, int, float], Attention] = {}
-        stores: dict[str, RotaryStore] = {}
+        attends: dict[tuple[float, int, float], Attend] = {}
+        stores: dict[str, Store] = {}
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             caches, call = context.caches(index), layer.call
             key = (call.scale, call.window, call.softcap)
             if key not in attends:
-                attends[key] = _attention(caches[0], step, call)
+                attends[key] = self._operators.attend(context, step, call)
             if layer.rotary not in stores:
                 stores[layer.rotary] = self._store(caches[0], step, positions, layer)
             qkv = layer.qkv(layer.before_attention(x, delta))
@@ -149,49 +168,33 @@ class FusedModel:
             queries = stores[layer.rotary](qkv, *caches, *norms)
             attended = attends[key](queries, *caches).flatten(1)
             if index == last:  # only the rows whose logits are wanted go on
-                x, attended = x[logits_indices], attended[logits_indices]
+                x, attended = x[indices], attended[indices]
             delta = layer.out(attended)
             if layer.after_attention is not None:
                 delta = layer.after_attention(delta)
             delta = layer.down(layer.activation(layer.gate_up(layer.before_mlp(x, delta))))
             if layer.after_mlp is not None:
                 delta = layer.after_mlp(delta)
-        logits = self._head(self._norm(x, delta))
-        return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
+        return self._norm(x, delta)
 
-    def _store(
-        self, k_cache: Tensor, step: StepTables, positions: Tensor, layer: Layer
-    ) -> RotaryStore:
+    def _store(self, k_cache: Tensor, step: StepTables, positions: Tensor, layer: Layer) -> Store:
         tables = self._tables[layer.rotary]
-        return RotaryStore(
+        return self._operators.store(
             k_cache,
-            step.slot_mapping,
+            step,
             positions,
-            tables.cosine,
-            tables.sine,
+            (tables.cosine, tables.sine),
             epsilon=0.0 if layer.heads is None else layer.heads.epsilon,
             offset=self._offset,
         )
 
 
-def _attention(k_cache: Tensor, step: StepTables, call: LayerCall) -> Attention:
-    return Attention(
-        k_cache,
-        step.block_tables,
-        step.seq_lens,
-        step.query_start_loc,
-        scale=call.scale,
-        window=call.window,
-        softcap=call.softcap,
-    )
-
-
-def _tables(module: Any, kind: str, num_positions: int, dtype: torch.dtype) -> RotaryTables:
-    """Of one rotary embedding, from the module itself."""
-    like = torch.zeros((1, 1, 1), dtype=dtype)
+def _tables(module: Any, kind: str, num_positions: int, like: Tensor) -> RotaryTables:
+    """Of one rotary embedding, from the module itself, in the dtype and on the device of `like`."""
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     for begin in range(0, num_positions, POSITIONS_AT_ONCE):
-        positions = torch.arange(begin, min(begin + POSITIONS_AT_ONCE, num_positions))[None]
+        end = min(begin + POSITIONS_AT_ONCE, num_positions)
+        positions = torch.arange(begin, end, device=like.device)[None]
         made = module(like, positions, kind) if kind else module(like, positions)
         for part, values in zip(parts, made, strict=True):
             half = values.shape[-1] // 2
@@ -202,14 +205,17 @@ def _tables(module: Any, kind: str, num_positions: int, dtype: torch.dtype) -> R
 
 
 def _layer(
-    layer: Any, call: LayerCall, offset: bool, rotary_by_type: bool, deterministic: bool
+    layer: Any, call: LayerCall, offset: bool, rotary_by_type: bool, operators: Operators
 ) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     if call.sinks:
         raise NotRecognisedError("its attention has sinks")
 
     def linear(*modules: Any) -> Linear:
-        return _linear(deterministic, *modules)
+        return _linear(operators, *modules)
+
+    def norm(module: Any) -> Norm:
+        return _norm(operators, module, offset)
 
     if hasattr(attention, "qkv_proj"):
         qkv, gate_up = linear(attention.qkv_proj), linear(mlp.gate_up_proj)
@@ -217,19 +223,19 @@ def _layer(
         qkv = linear(attention.q_proj, attention.k_proj, attention.v_proj)
         gate_up = linear(mlp.gate_proj, mlp.up_proj)
     four = hasattr(layer, "pre_feedforward_layernorm")
-    behind = _norm(layer.post_attention_layernorm, offset)
+    behind = norm(layer.post_attention_layernorm)
     activation = getattr(mlp, "act_fn", None) or mlp.activation_fn
     return Layer(
-        before_attention=_norm(layer.input_layernorm, offset),
+        before_attention=norm(layer.input_layernorm),
         after_attention=behind if four else None,
-        before_mlp=_norm(layer.pre_feedforward_layernorm, offset) if four else behind,
-        after_mlp=_norm(layer.post_feedforward_layernorm, offset) if four else None,
+        before_mlp=norm(layer.pre_feedforward_layernorm) if four else behind,
+        after_mlp=norm(layer.post_feedforward_layernorm) if four else None,
         heads=_head_norms(attention),
         qkv=qkv,
         out=linear(attention.o_proj),
         gate_up=gate_up,
         down=linear(mlp.down_proj),
-        activation=GatedActivation(gelu=_is_gelu(activation)),
+        activation=operators.activation(gelu=_is_gelu(activation)),
         rotary=attention.layer_type if rotary_by_type else "",
         call=call,
     )
@@ -240,8 +246,8 @@ def _epsilon(norm: Any) -> float:
     return float(norm.eps if epsilon is None else epsilon)
 
 
-def _norm(module: Any, offset: bool) -> RmsNorm:
-    return RmsNorm(module.weight.detach(), _epsilon(module), offset=offset)
+def _norm(operators: Operators, module: Any, offset: bool) -> Norm:
+    return operators.norm(module.weight.detach(), _epsilon(module), offset=offset)
 
 
 def _head_norms(attention: Any) -> HeadNorms | None:
@@ -255,16 +261,14 @@ def _head_norms(attention: Any) -> HeadNorms | None:
     )
 
 
-def _linear(deterministic: bool, *modules: Any) -> Linear:
+def _linear(operators: Operators, *modules: Any) -> Linear:
     """Layers of one input side by side."""
     if any(type(module) is not torch.nn.Linear for module in modules):
         raise NotRecognisedError("a projection is no plain linear layer")
     biases = [module.bias for module in modules]
     if any(bias is None for bias in biases) != all(bias is None for bias in biases):
         raise NotRecognisedError("some of its projections have a bias")
-    weight = torch.cat([module.weight.detach() for module in modules])
-    bias = None if biases[0] is None else torch.cat(biases).detach()
-    return choose_linear(weight, bias, deterministic=deterministic)
+    return operators.linear(modules)
 
 
 def _is_gelu(activation: Any) -> bool:

@@ -237,16 +237,23 @@ def fuse(
     if missing is not None:
         log.warning("no native kernels: torch computes, many times slower", reason=missing)
     reason = None if wanted else "QUIRE_FUSED=0"
-    if backend != "native":
+    if backend == "torch" or (deterministic and backend != "native"):
         reason = f"the {backend} back end computes attention"
     if reason is None:
         from gpu_worker.fused import FusedModel, NotRecognisedError
+        from gpu_worker.fused_operators import NativeOperators, Operators, TritonOperators
 
         try:
             began = time.monotonic()
-            fused = FusedModel(model.module, model.calls, deterministic=deterministic)
+            operators: Operators = (
+                NativeOperators(deterministic=deterministic)
+                if backend == "native"
+                else TritonOperators()
+            )
+            fused = FusedModel(model.module, model.calls, operators)
             log.info(
-                "weights packed for native kernels",
+                "the lean forward computes it",
+                kernels=backend,
                 linear=fused.kinds_of_linear,
                 seconds=round(time.monotonic() - began, 1),
             )

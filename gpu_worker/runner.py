@@ -92,69 +92,101 @@ class TorchRunner:
         began = time.perf_counter_ns()
         batch = self._builder.build(rows)
         applied = time.perf_counter_ns()
-        logits, known = self._logits(batch, rows)
-        forwarded = time.perf_counter_ns()
         sampling = [rows[index] for index in batch.sampling_rows]
         failures = dict(batch.failures)
         with _device_errors():
+            stopwatch = _Stopwatch(self._model.device)
+            logits, known = self._logits(batch, rows)
+            stopwatch.stop()
             sampled = sampler.sample(
                 logits, [(row.sampling, row.output_position, row.history) for row in sampling]
             )
             failures |= {batch.sampling_rows[at]: reason for at, reason in sampled.failures}
             chosen = dict(zip(batch.sampling_rows, sampled.token_ids, strict=True))
             logprobs, unscored = scoring.step_logprobs(rows, batch, known, logits, chosen)
+            forward_us = stopwatch.elapsed_us()
         for index, reason in unscored.items():
             failures.setdefault(index, reason)
             chosen[index] = None
-        ended = time.perf_counter_ns()
+        rest_us = (time.perf_counter_ns() - applied) // 1000 - forward_us
         return StepOutput(
             token_ids=tuple(chosen.get(i) for i, row in enumerate(rows) if row.samples),
             failures=tuple(sorted(failures.items())),
             logprobs=tuple(logprobs.items()),
             apply_us=(applied - began) // 1000,
-            forward_us=(forwarded - applied) // 1000,
-            sample_us=(ended - forwarded) // 1000,
+            forward_us=forward_us,
+            sample_us=max(0, rest_us),
         )
 
     def _logits(
         self, batch: FlatBatch, rows: Sequence[ScheduledRow]
     ) -> tuple[torch.Tensor, scoring.Scores | None]:
-        """Logits of the sampling rows, and scores of known tokens; waits for the device."""
+        """Logits of the sampling rows, and scores of known tokens.
+
+        Does not wait for the device: the tokens' way back does.
+        """
         device = self._model.device
         known: scoring.Scores | None = None
         if not batch.rows:
             return torch.empty((0, self._info.vocab_size), device=device), known
-        with _device_errors():
-            token_ids, positions, slots, logits_indices, tables, lens, starts = (
-                torch.from_numpy(array).to(device)
-                for array in (
-                    batch.token_ids,
-                    batch.positions,
-                    batch.slot_mapping,
-                    batch.logits_indices,
-                    batch.block_tables,
-                    batch.seq_lens,
-                    batch.query_start_loc,
-                )
+        token_ids, positions, slots, logits_indices, tables, lens, starts = (
+            torch.from_numpy(array).to(device)
+            for array in (
+                batch.token_ids,
+                batch.positions,
+                batch.slot_mapping,
+                batch.logits_indices,
+                batch.block_tables,
+                batch.seq_lens,
+                batch.query_start_loc,
             )
-            step = StepTables(
-                slot_mapping=slots,
-                block_tables=tables,
-                seq_lens=lens,
-                query_start_loc=starts,
-                max_query_len=batch.max_query_len,
-                max_seq_len=batch.max_seq_len,
+        )
+        step = StepTables(
+            slot_mapping=slots,
+            block_tables=tables,
+            seq_lens=lens,
+            query_start_loc=starts,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+        )
+        if batch.scored_rows:
+            logits, known = scoring.forward(self._model, self._context, step, batch, rows)
+        else:
+            logits = models.forward(
+                self._model, self._context, step, token_ids, positions, logits_indices
             )
-            if batch.scored_rows:
-                logits, known = scoring.forward(self._model, self._context, step, batch, rows)
-            else:
-                logits = models.forward(
-                    self._model, self._context, step, token_ids, positions, logits_indices
-                )
-            if device.type == "cuda":
-                # Not for the whole device: swaps run on beside this step and the next.
-                torch.cuda.current_stream(device).synchronize()
         return logits, known
+
+
+class _Stopwatch:
+    """Times a forward from its making on: by the clock, on a CUDA device by the device's events.
+
+    There the host runs ahead, and the clock would give the forward's time to what waits for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: Any = None
+        self._began_ns = self._stopped_ns = time.perf_counter_ns()
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """The forward has been asked for."""
+        self._stopped_ns = time.perf_counter_ns()
+        if self._events is not None:
+            self._events[1].record()
+
+    def elapsed_us(self) -> int:
+        """Waits until the device has come to `stop`, if nothing has waited for it yet.
+
+        Not for the whole device: swaps run on beside this step and the next.
+        """
+        if self._events is None:
+            return (self._stopped_ns - self._began_ns) // 1000
+        began, stopped = self._events
+        stopped.synchronize()
+        return int(began.elapsed_time(stopped) * 1000)
 
 
 class _device_errors:  # noqa: N801  # reads as a statement: with _device_errors()
@@ -333,6 +365,8 @@ def profile(
     context = PagedContext(kv_cache.allocate(layout, model.dtype, model.device), backend)
     table = torch.arange(num_blocks, dtype=torch.int32, device=model.device)
     positions = torch.arange(num_tokens, device=model.device)
+    if model.fused is not None:
+        model.fused.set_positions(num_tokens)  # for the trial; the length is not settled yet
     with torch.inference_mode():
         models.forward(
             model,

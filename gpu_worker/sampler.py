@@ -27,7 +27,8 @@ where they do not hold the kept set, among all.
 
 On a CPU with native kernels kernels/native/sample.cpp does all that for the whole step, on a CUDA
 device the Triton kernels of kernels/sampler.py; the numpy functions here are what both are held
-against, and what chooses without them.
+against, and what chooses without them, and in a step with a row whose settings can't be put into
+columns: there each row fails alone. A kernel that fails is no row's fault: that raises.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,17 +77,23 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
     """Next tokens, one for each row. Does not change `logits`."""
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     kernel = _kernel_for(logits) if len(rows) else None
-    if kernel is not None:
-        try:
-            found = kernel(logits, sampling_columns.columns(rows, logits.shape[1])).tolist()
-        except Exception:
-            pass  # one row asks for what can't be: below that is its own fault alone
-        else:
-            return Sampled(
-                token_ids=tuple(None if token < 0 else token for token in found),
-                failures=tuple((at, NOT_FINITE) for at, token in enumerate(found) if token < 0),
-            )
-    return sample_on_host(logits, rows)
+    columns = _columns(rows, logits.shape[1]) if kernel is not None else None
+    if kernel is None or columns is None:
+        return sample_on_host(logits, rows)
+    found = kernel(logits, columns).tolist()
+    return Sampled(
+        token_ids=tuple(None if token < 0 else token for token in found),
+        failures=tuple((at, NOT_FINITE) for at, token in enumerate(found) if token < 0),
+    )
+
+
+def _columns(rows: Sequence[Row], vocabulary: int) -> Sampling | None:
+    """What the kernels take; None where a row asks for what can't be."""
+    try:
+        columns = sampling_columns.columns(rows, vocabulary)
+    except Exception:  # of settings alone: no device has been asked for anything
+        return None
+    return columns if columns.within(vocabulary) else None
 
 
 def _kernel_for(logits: torch.Tensor) -> Callable[[torch.Tensor, Sampling], torch.Tensor] | None:
@@ -103,12 +110,7 @@ def _device_sample() -> Callable[[torch.Tensor, Sampling], torch.Tensor] | None:
     except ImportError:
         return None
 
-    def chosen(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-        if not sampling.within(logits.shape[1]):  # seen on the host, before it reaches a device
-            raise ValueError("bias, forbidden or history: a token is outside the vocabulary")
-        return on_device(logits, sampling.to(logits.device))
-
-    return chosen
+    return lambda logits, sampling: on_device(logits, sampling.to(logits.device))
 
 
 @cache

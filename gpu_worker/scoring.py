@@ -2,9 +2,9 @@
 
 A logprob is the natural log softmax of the model's own logits, in fp32. The likeliest tokens are
 the largest logits, equal ones by token id. Known tokens are scored as their positions are computed;
-of many positions no more than SLICE have their logits in memory at once: the model's backbone runs
-once, and its head over one slice after the other. A forward that does not go through the backbone
-is run again for each slice.
+of many positions no more than SLICE have their logits in memory at once: the lean forward or the
+model's backbone runs once, and the head over one slice after the other. A forward of modules that
+does not go through the backbone is run again for each slice.
 
 A row whose logits are not finite at a scored position fails alone.
 """
@@ -113,6 +113,11 @@ def forward(
     wanted = [rows[index] for index in batch.scored_rows]
     next_ids = torch.tensor([t for row in wanted for t in row.scored_token_ids], device=device)
     num_top = max(row.sampling.num_logprobs or 0 for row in wanted)
+    if model.fused is not None:
+        wanted_rows = torch.cat((sampling, scored))
+        hidden = model.fused.hidden(context, step, token_ids, positions, wanted_rows)
+        logits, parts = _in_slices(model.fused.head, hidden, len(sampling), next_ids, num_top)
+        return logits, _joined(parts)
     size = SLICE if model.keeps_logits else len(scored)  # one that keeps none makes all of them
     with ExitStack() as stack:
         kept: list[Any] = []
@@ -129,7 +134,23 @@ def forward(
         else:
             more = models.forward(model, context, step, token_ids, positions, scored[part])
         parts.append(score(more, next_ids[part], num_top))
-    return logits, Scores(
+    return logits, _joined(parts)
+
+
+def _in_slices(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, num_rows: int, next_ids: Tensor, num_top: int
+) -> tuple[Tensor, list[Scores]]:
+    """Logits of the first num_rows of `hidden`; scores of the others, SLICE of them at a time."""
+    first = head(hidden[: num_rows + SLICE])
+    parts = [score(first[num_rows:], next_ids[:SLICE], num_top)]
+    for begin in range(SLICE, len(next_ids), SLICE):
+        part = slice(begin, begin + SLICE)
+        parts.append(score(head(hidden[num_rows:][part]), next_ids[part], num_top))
+    return first[:num_rows], parts
+
+
+def _joined(parts: Sequence[Scores]) -> Scores:
+    return Scores(
         logprobs=np.concatenate([part.logprobs for part in parts]),
         top_token_ids=np.concatenate([part.top_token_ids for part in parts]),
         top_logprobs=np.concatenate([part.top_logprobs for part in parts]),

@@ -88,7 +88,7 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(WORKER, "kv_cache_dtype", choice("auto"), "auto", "", "dtype of the KV cache"),
     _s(WORKER, "tensor_parallel_size", integer(1, 1), 1, "devices", "1 until it is built"),
     _s(WORKER, "attention_backend", _BACKENDS, "auto", "", "paged attention"),
-    _s(WORKER, "fused", boolean, True, "", "lean forward of known models on native kernels"),
+    _s(WORKER, "fused", boolean, True, "", "lean forward of known models"),
     _s(WORKER, "deterministic", boolean, False, "", "same bits whatever the batch"),
     _s(WORKER, "num_threads", integer(0, 1024), 0, "threads, 0: cores / workers", "of torch"),
     _s(WORKER, "outbox_batches", integer(16, 65536), 4096, "batches", "kept per gateway"),

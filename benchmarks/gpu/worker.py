@@ -76,7 +76,7 @@ def load(folder: Path, dtype: str, where: Place) -> TorchRunner:
     """The runner, as the worker's process loads it."""
     changes = {"model": folder, "dtype": dtype, "attention_backend": "triton"}
     if where.dry:
-        changes |= {"num_gpu_blocks_override": "40", "max_num_batched_tokens": "16"}
+        changes |= {"num_gpu_blocks_override": "40", "max_num_batched_tokens": "4"}
     else:
         changes |= {"kv_cache_gib": "8", "max_num_batched_tokens": "2048"}
     argv = [

@@ -22,6 +22,7 @@ METRIC_SOURCES = (
     "servicekit/ops.py",
 )
 _METRIC = re.compile(r"(vllm|quire):[a-z][a-z0-9_]*")
+_LABEL = re.compile(r"[a-z][a-z0-9_]*")
 _KINDS = ("counter", "gauge", "histogram")
 SUFFIXES = {
     "counter": ("_total",),
@@ -86,12 +87,12 @@ def _families(tree: ast.Module) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Call) and node.args:
             name = _metric_name(node.args[0])
             if name is not None:
-                yield name, _kind(ast.unparse(node.func), name)
+                yield name, _kind(tree, ast.unparse(node.func), name)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             for row in node.value.elts:
                 name = _metric_name(row.elts[0]) if isinstance(row, ast.Tuple) else None
                 if name is not None:
-                    yield name, _kind(ast.unparse(node.targets[0]), name)
+                    yield name, _kind(tree, ast.unparse(node.targets[0]), name)
 
 
 def _metric_name(node: ast.expr) -> str | None:
@@ -100,17 +101,30 @@ def _metric_name(node: ast.expr) -> str | None:
     return None
 
 
-def _kind(word: str, name: str) -> str:
-    for kind in _KINDS:
-        if kind in word.lower():
-            return kind
+def _kind(tree: ast.Module, word: str, name: str) -> str:
+    """By the maker's own name, or by what a maker of another name makes."""
+    texts = [word]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == word.rpartition(".")[2]:
+            texts += [
+                ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)
+            ]
+    for text in texts:
+        for kind in _KINDS:
+            if kind in text.lower():
+                return kind
     raise ValueError(f"{name}: is {word} a counter, a gauge or a histogram?")
 
 
 def _labels(tree: ast.Module) -> Iterator[str]:
-    """Words of lists of strings: label names stand nowhere else in these files."""
+    """Words of lists of strings, and words beside a metric's name: label names, all of them."""
     for node in ast.walk(tree):
+        words: list[ast.expr] = []
         if isinstance(node, ast.List):
-            for item in node.elts:
-                if isinstance(item, ast.Constant) and isinstance(item.value, str):
-                    yield item.value
+            words = node.elts
+        elif isinstance(node, ast.Call) and node.args and _metric_name(node.args[0]) is not None:
+            words = node.args[1:]
+        for word in words:
+            text = word.value if isinstance(word, ast.Constant) else None
+            if isinstance(text, str) and _LABEL.fullmatch(text):
+                yield text

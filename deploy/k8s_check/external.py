@@ -17,6 +17,7 @@ import yaml
 from deploy.k8s_check.objects import Rendered
 
 LIMIT_S = 300.0
+ALERTS = Path(__file__).resolve().parent / "alerts.test.yaml"
 EXCEPTIONS = Path(__file__).resolve().parent / "checkov.yaml"
 
 
@@ -57,15 +58,16 @@ def checkov(command: str, renderings: Iterable[Rendered]) -> Iterator[str]:
 
 
 def promtool(command: str, renderings: Iterable[Rendered]) -> Iterator[str]:
-    """What promtool says of the alert rules."""
+    """What promtool says of the alert rules, and whether they fire when alerts.test.yaml says."""
     for rendered in renderings:
         for rules in rendered.of("PrometheusRule"):
-            with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-                file.write(yaml.safe_dump(rules["spec"]))
-                file.flush()
-                done = subprocess.run(
-                    [command, "check", "rules", file.name],
-                    capture_output=True, text=True, timeout=LIMIT_S, check=False,
-                )  # fmt: skip
-            if done.returncode != 0:
-                yield f"{rendered.name}: {(done.stdout + done.stderr).strip()}"
+            with tempfile.TemporaryDirectory() as scratch:
+                (Path(scratch) / "rules.yaml").write_text(yaml.safe_dump(rules["spec"]))
+                shutil.copy(ALERTS, scratch)
+                for arguments in (("check", "rules", "rules.yaml"), ("test", "rules", ALERTS.name)):
+                    done = subprocess.run(
+                        [command, *arguments],
+                        cwd=scratch, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+                    )  # fmt: skip
+                    if done.returncode != 0:
+                        yield f"{rendered.name}: {(done.stdout + done.stderr).strip()}"

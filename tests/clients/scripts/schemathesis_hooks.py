@@ -1,8 +1,8 @@
 """Keeps what schemathesis generates cheap: a valid request must not decode for minutes.
 
-Counts of output tokens that are in range become small ones, and one is given where the default is
-large. A deadline that is in range becomes one that can be met: 504 is the right answer to others.
-Wrong values go as they were generated.
+Counts of output tokens and of samples that are in range become small ones, and one is given where
+the default is large. A deadline that is in range becomes one that can be met: 504 is the right
+answer to others. Wrong values go as they were generated.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import schemathesis
 
 MAX_TOKENS = 4
+MAX_SAMPLES = 2
 DEADLINE_MS = 60_000
 NAMES = ("max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens")
 
@@ -38,6 +39,9 @@ def _lower(fields: dict[str, Any]) -> None:
         value = fields.get(name)
         if type(value) is int and 0 < value < 2**31:
             fields[name] = min(value, MAX_TOKENS)
+    samples = fields.get("n")
+    if type(samples) is int and MAX_SAMPLES < samples <= 128:
+        fields["n"] = MAX_SAMPLES
     deadline = fields.get("deadline_ms")
     if type(deadline) is int and 0 < deadline < DEADLINE_MS:
         fields["deadline_ms"] = DEADLINE_MS

@@ -88,7 +88,8 @@ async def test_a_client_that_leaves_before_its_prompt_is_computed(
     begin = await computed(stack)
     prompt = [300 + i % 50 for i in range(20 * STEP_TOKENS)]
     loop = asyncio.get_running_loop()
-    asking = loop.create_task(client.post("/v1/completions", json={"prompt": prompt}))
+    body = {"prompt": prompt, "cache_salt": "leaves"}
+    asking = loop.create_task(client.post("/v1/completions", json=body))
     async with asyncio.timeout(30):
         while (before := await computed(stack)) == begin:  # noqa: ASYNC110 (another process's)
             await asyncio.sleep(STEP_S / 10)
@@ -194,7 +195,8 @@ async def test_samples_hold_the_blocks_of_their_prompt_once(
             seed=5,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},
+            # Its own part of the cache: what other tests left there would not be forked.
+            extra_body={"ignore_eos": True, "cache_salt": "samples"},
         )
         chunks = []
         async for chunk in stream:

@@ -1,6 +1,7 @@
 """The choice of a token: same draw whatever the batch, the right distribution, failures alone."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,6 +229,24 @@ def test_an_exception_is_its_row_alone() -> None:
     assert [index for index, _ in result.failures] == [1]
     assert result.token_ids[0] is not None
     assert result.token_ids[2] is not None
+
+
+def test_a_token_outside_the_vocabulary_is_its_row_alone() -> None:
+    rows: Rows = [(spec(), 0), (spec(logit_bias=((10**6, 1.0),)), 0), (spec(), 0)]
+    result = sample(logits(3), rows)
+    assert [index for index, _ in result.failures] == [1]
+    assert None not in (result.token_ids[0], result.token_ids[2])
+
+
+def test_a_kernel_that_fails_is_no_fault_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not come out as a slower way to the same tokens, which nobody would see."""
+
+    def broken(_logits: torch.Tensor, _columns: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(sampler, "_kernel_for", lambda _logits: broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        sample(logits(3), [(spec(), 0)] * 3)
 
 
 def test_bfloat16_and_no_rows() -> None:

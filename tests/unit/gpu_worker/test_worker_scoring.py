@@ -13,6 +13,7 @@ import transformers
 from gpu_worker import scoring, settings
 from gpu_worker.ports import SamplingSpec, ScheduledRow
 from gpu_worker.runner import TorchRunner, load_runner
+from tests.kernels.native import needs_native
 
 pytestmark = pytest.mark.timeout(120)  # the first import of transformers takes its time
 
@@ -62,8 +63,7 @@ def test_logits_that_are_not_finite_are_marked(bad: float) -> None:
     assert score(forbidden).logprobs.tolist() == [-np.inf], "less likely than anything, but known"
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
+def make_runner(folder: Path, **changes: str) -> TorchRunner:
     """A Llama of one layer, blocks of 4."""
     torch.manual_seed(2)
     config = transformers.LlamaConfig(
@@ -79,11 +79,17 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
         bos_token_id=None,
         eos_token_id=None,
     )
-    folder: Path = tmp_path_factory.mktemp("llama")
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     argv = ["--model", str(folder), "--num-threads", "1", "--block-size", "4"]
-    argv += ["--num-gpu-blocks-override", "32", "--fused", "false"]
+    argv += ["--num-gpu-blocks-override", "32"]
+    argv += [part for name, value in changes.items() for part in (f"--{name}", value)]
     return load_runner(settings.load(argv, {}), structlog.get_logger())
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
+    """Computed by transformers' modules."""
+    return make_runner(tmp_path_factory.mktemp("llama"), fused="false")
 
 
 def row(length: int, samples: bool = True, first_block: int = 0, **sampling: Any) -> ScheduledRow:
@@ -160,6 +166,43 @@ def test_the_backbone_runs_once_and_the_head_in_slices(
     assert sliced.logprobs.tolist() == pytest.approx(at_once.logprobs.tolist(), abs=1e-5)
     assert sliced.top_token_ids == at_once.top_token_ids
     assert "forward" not in vars(runner._model.module.base_model)
+
+
+@needs_native
+@pytest.mark.parametrize("size", [3, 4, 29, 256])
+def test_the_lean_forward_runs_once_and_its_head_in_slices(
+    size: int, runner: TorchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row(30, num_logprobs=4), row(9, samples=False, first_block=8), row(6, first_block=12)]
+    by_modules = runner.run(rows)
+    lean = make_runner(tmp_path)
+    fused = lean._model.fused
+    assert fused is not None
+    sizes: list[int] = []
+    num_forwards = 0
+    hidden, head = fused.hidden, fused.head
+
+    def counted(*given: Any) -> torch.Tensor:
+        nonlocal num_forwards
+        num_forwards += 1
+        return hidden(*given)
+
+    def measured(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return head(x)
+
+    monkeypatch.setattr(fused, "hidden", counted)
+    monkeypatch.setattr(fused, "head", measured)
+    monkeypatch.setattr(scoring, "SLICE", size)
+    output = lean.run(rows)
+    assert num_forwards == 1
+    assert sum(sizes) == 29 + 2
+    assert max(sizes) == sizes[0] == min(size, 29) + 2
+    assert output.token_ids == by_modules.token_ids
+    ((index, sliced),), ((_, expected),) = output.logprobs, by_modules.logprobs
+    assert (index, len(sliced.logprobs), len(sliced.top_logprobs)) == (0, 30, 120)
+    assert sliced.logprobs.tolist() == pytest.approx(expected.logprobs.tolist(), abs=1e-4)
+    assert sliced.top_token_ids == expected.top_token_ids
 
 
 def test_a_forward_past_the_backbone_is_run_for_each_slice(
