@@ -100,7 +100,7 @@ class Process:
 
     def __init__(self, name: str, argv: list[str], environ: Mapping[str, str], log: Path) -> None:
         self.name, self.log = name, log
-        self._argv, self.environ = argv, dict(environ)
+        self._argv, self._environ = argv, environ
         self._popen: subprocess.Popen[bytes] | None = None
         self._log_start = 0
         self.ports: dict[str, int] = {}
@@ -124,7 +124,7 @@ class Process:
         with self.log.open("ab") as sink:
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *self._argv],
-                env=self.environ,
+                env=dict(self._environ),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,

@@ -85,10 +85,12 @@ class Plane:
         self._valkey = Process("redis", redis_command, inherited, folder / "redis.log")
         self.scheduler = self._process("scheduler", folder, ["-m", "scheduler_svc"], {})
         self._worker_ports = [free.take() for _ in range(load.num_workers)]
-        self._workers = self._make_workers(folder)
+        self._workers: list[Process] = []
+        self._folder = folder
 
-    def _make_workers(self, folder: Path) -> list[Process]:
-        load = self._load
+    def _make_workers(self, dialled_ports: list[int]) -> list[Process]:
+        """dialled_ports are those that lead to the workers' own."""
+        load, folder = self._load, self._folder
         if load.sleepers:
             argv = ["-m", "benchmarks.hop.sleepers", "--gateway", GATEWAY, "--model", MODEL]
             argv += ["--redis-url", self._url, "--count", str(load.num_workers)]
@@ -106,9 +108,16 @@ class Plane:
                 f"worker-{number}",
                 folder,
                 ["-m", "tests.stub_worker"],
-                {**settings, "QUIRE_WORKER_ID": f"worker-{number}", "QUIRE_WORKER_PORT": str(port)},
+                {
+                    **settings,
+                    "QUIRE_WORKER_ID": f"worker-{number}",
+                    "QUIRE_WORKER_PORT": str(own),
+                    "QUIRE_WORKER_ADDRESS": f"127.0.0.1:{dialled}",
+                },
             )
-            for number, port in enumerate(self._worker_ports)
+            for number, (own, dialled) in enumerate(
+                zip(self._worker_ports, dialled_ports, strict=True)
+            )
         ]
 
     def _process(
@@ -121,10 +130,11 @@ class Plane:
     async def running(self) -> AsyncIterator["Plane"]:
         """All processes, with every row of every worker decoding."""
         async with contextlib.AsyncExitStack() as stack:
+            dialled = self._worker_ports
             if self._load.delay_s:
-                for port, worker in zip(self._worker_ports, self._workers, strict=True):
-                    proxy = await stack.enter_async_context(delaying(port, self._load.delay_s))
-                    worker.environ["QUIRE_WORKER_ADDRESS"] = f"127.0.0.1:{proxy}"
+                proxies = [delaying(port, self._load.delay_s) for port in self._worker_ports]
+                dialled = [await stack.enter_async_context(proxy) for proxy in proxies]
+            self._workers = self._make_workers(dialled)
             try:
                 await asyncio.to_thread(self._start)
                 redis = redis_client.connect(self._url)
