@@ -27,7 +27,7 @@ from scheduler_svc.core.events import (
     RequestCancelled,
     WorkerJoined,
 )
-from scheduler_svc.core.ready import Admit, Ready
+from scheduler_svc.core.ready import Admit, Ready, StepPlan
 from scheduler_svc.core.types import CostProfile, RequestId, SamplingSpec, WorkerCapacity, WorkerId
 from scheduler_svc.ports import StepReport
 
@@ -37,11 +37,24 @@ WORKER = WorkerId("w")
 
 
 class SteadyLoad:
-    """A core whose one worker decodes num_running requests; with churn some are replaced."""
+    """A core whose one worker decodes num_running requests; with churn some are replaced.
 
-    def __init__(self, *, num_running: int, num_waiting: int, num_steps: int, churn: float) -> None:
-        self.core = SchedulerCore(CoreConfig(max_inflight_steps=1))
-        self.plan_bytes: list[int] = []
+    So many results come `together` and are answered by one plan.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_running: int,
+        num_waiting: int,
+        num_steps: int,
+        churn: float,
+        together: int = 1,
+    ) -> None:
+        self.core = SchedulerCore(CoreConfig(max_inflight_steps=together))
+        # Of a plan, by the steps that it stands for.
+        self.plan_bytes: list[float] = []
+        self._together = together
         self._now_ns = 0
         self._step = 0
         self._num_arrived = 0
@@ -92,16 +105,13 @@ class SteadyLoad:
         )
 
     def _send(self, ready: Ready) -> None:
-        (plan,) = ready.plans
-        raw = self._life.plan(plan, self._now_ns)
-        assert raw is not None
-        self.plan_bytes.append(len(raw))
-        self._follow(ready)
+        for plan in ready.plans:
+            raw = self._life.plan(plan, self._now_ns)
+            assert raw is not None
+            self._follow(plan)
 
-    def _follow(self, ready: Ready) -> None:
+    def _follow(self, plan: StepPlan) -> None:
         """Keeps the rows of the last plan, as a worker does."""
-        (plan,) = ready.plans
-        self._step = plan.step
         for slot in plan.releases:
             self._scheduled.pop(slot, None)
         admits: tuple[Admit, ...] = plan.admits
@@ -113,7 +123,8 @@ class SteadyLoad:
                 del self._scheduled[slot]
 
     def _result(self) -> bytes:
-        """What the worker sends: a token for each row."""
+        """What the worker sends for its next step: a token for each row."""
+        self._step += 1
         return worker_pb2.SessionResponse(
             result=worker_pb2.StepResult(
                 epoch=1,
@@ -127,9 +138,9 @@ class SteadyLoad:
         ).SerializeToString()
 
     def step_us(self) -> float:
-        """One result and the next plan; CPU microseconds."""
-        self._now_ns += STEP_NS
-        raw_result = self._result()
+        """Results and the next plan; CPU microseconds for each step."""
+        self._now_ns += STEP_NS * self._together
+        raw_results = [self._result() for _ in range(self._together)]
         others: list[RequestArrived | RequestCancelled] = []
         self._due += self._churn
         slots = list(self._scheduled)
@@ -139,12 +150,13 @@ class SteadyLoad:
             others.append(RequestCancelled(now_ns=self._now_ns, request_id=victim))
             others.append(self._arrival())
         started = time.thread_time_ns()
-        report = codec.decode_worker_message(raw_result)
-        assert isinstance(report, StepReport)
-        event = self._life.event(report, self._now_ns)
-        assert event is not None
-        self.core.feed(event)
-        self._life.returned(self._now_ns)
+        for raw_result in raw_results:
+            report = codec.decode_worker_message(raw_result)
+            assert isinstance(report, StepReport)
+            event = self._life.event(report, self._now_ns)
+            assert event is not None
+            self.core.feed(event)
+            self._life.returned(self._now_ns)
         for other in others:
             self.core.feed(other)
         ready = self.core.take_ready()
@@ -152,9 +164,10 @@ class SteadyLoad:
         raw_plan = self._life.plan(plan, self._now_ns)
         elapsed = time.thread_time_ns() - started
         assert raw_plan is not None
-        self.plan_bytes.append(len(raw_plan))
-        self._follow(ready)
-        return elapsed / 1000
+        assert plan.num_steps == self._together or self._churn
+        self.plan_bytes.append(len(raw_plan) / plan.num_steps)
+        self._follow(plan)
+        return elapsed / 1000 / self._together
 
 
 def calibrate_us() -> float:
@@ -170,15 +183,16 @@ def calibrate_us() -> float:
 
 
 def measure(
-    *, num_running: int, num_waiting: int, num_steps: int, churn: float
+    *, num_running: int, num_waiting: int, num_steps: int, churn: float, together: int = 1
 ) -> dict[str, float]:
-    """p50 and p99 of a step's CPU time, and bytes of its plan."""
+    """p50 and p99 of a step's CPU time, and bytes of its plan, or its share of one."""
     warm_up = 20
     load = SteadyLoad(
         num_running=num_running,
         num_waiting=num_waiting,
-        num_steps=num_steps + warm_up,
+        num_steps=(num_steps + warm_up) * together,
         churn=churn,
+        together=together,
     )
     for _ in range(warm_up):
         load.step_us()
@@ -191,21 +205,28 @@ def measure(
         "num_running": num_running,
         "num_waiting": num_waiting,
         "churn": churn,
+        "together": together,
         "p50_us": round(times[len(times) // 2], 1),
         "p99_us": round(times[int(len(times) * 0.99)], 1),
-        "p50_plan_bytes": sizes[len(sizes) // 2],
-        "max_plan_bytes": sizes[-1],
+        "p50_plan_bytes": round(sizes[len(sizes) // 2], 1),
+        "max_plan_bytes": round(sizes[-1], 1),
     }
 
 
 def cases(num_waiting: int, num_steps: int) -> list[dict[str, float]]:
-    """All rows of the table; the last one holds the others against an empty queue."""
+    """All rows of the table: then one without a queue, and plans that stand for several steps."""
     rows = [
         measure(num_running=n, num_waiting=num_waiting, num_steps=num_steps, churn=churn)
         for churn in (0.0, 0.02)
         for n in (16, 64, 256, 1024)
     ]
-    return [*rows, measure(num_running=256, num_waiting=0, num_steps=num_steps, churn=0.0)]
+    rows.append(measure(num_running=256, num_waiting=0, num_steps=num_steps, churn=0.0))
+    return rows + [
+        measure(
+            num_running=256, num_waiting=num_waiting, num_steps=num_steps, churn=0.0, together=n
+        )
+        for n in (2, 4)
+    ]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -220,12 +241,13 @@ def main(argv: Sequence[str]) -> int:
     calibration_us = calibrate_us()
     print(f"calibration: {calibration_us:.0f} us for 10,000 turns of a plain loop")
     print(
-        f"{'running':>8} {'waiting':>8} {'churn':>6} {'p50 us':>9} {'p99 us':>9} {'plan bytes':>14}"
+        f"{'running':>8} {'waiting':>8} {'churn':>6} {'at once':>8} {'p50 us':>9} {'p99 us':>9}"
+        f" {'plan bytes':>14}"
     )
     for row in rows:
         print(
             f"{row['num_running']:>8.0f} {row['num_waiting']:>8.0f} {row['churn']:>6.2f} "
-            f"{row['p50_us']:>9.1f} {row['p99_us']:>9.1f} "
+            f"{row['together']:>8.0f} {row['p50_us']:>9.1f} {row['p99_us']:>9.1f} "
             f"{row['p50_plan_bytes']:>6.0f} ({row['max_plan_bytes']:.0f})"
         )
     if options.json is not None:
