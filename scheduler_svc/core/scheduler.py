@@ -497,4 +497,4 @@ class SchedulerCore:
     def _wake_at_ns(self) -> int | None:
         wakes = [self._deadlines.next_ns(), self._admission.wake_at_ns(self._now_ns)]
         wakes += [worker.depth.held_until_ns for worker in self._workers.values()]
-        return min((wake for wake in wakes if wake is not None), default=None)
+        return min(filter(None, wakes), default=None)
