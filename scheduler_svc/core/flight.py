@@ -56,11 +56,20 @@ class StepInFlight:
 
     def leave(self, slot: int, request: Request) -> bool:
         """The request leaves the slot; returns whether this step has a row of it."""
-        try:
-            row = self.batch.slot_ids.index(slot)
-        except ValueError:
-            return False
-        if self.batch.requests[row] is not request:
+        row = self._row_of(slot, request)
+        if row is None:
             return False
         self.gone.add(row)
         return True
+
+    def num_tokens_of(self, slot: int, request: Request) -> int:
+        """Tokens of the request that this step computes."""
+        row = self._row_of(slot, request)
+        return 0 if row is None else self.special.get(row, DECODE).num_tokens
+
+    def _row_of(self, slot: int, request: Request) -> int | None:
+        try:
+            row = self.batch.slot_ids.index(slot)
+        except ValueError:
+            return None
+        return row if self.batch.requests[row] is request else None
