@@ -56,20 +56,17 @@ class StepInFlight:
 
     def leave(self, slot: int, request: Request) -> bool:
         """The request leaves the slot; returns whether this step has a row of it."""
-        row = self._row_of(slot, request)
-        if row is None:
+        try:
+            row = self.batch.slot_ids.index(slot)
+        except ValueError:
+            return False
+        if self.batch.requests[row] is not request:
             return False
         self.gone.add(row)
         return True
 
-    def num_tokens_of(self, slot: int, request: Request) -> int:
-        """Tokens of the request that this step computes."""
-        row = self._row_of(slot, request)
-        return 0 if row is None else self.special.get(row, DECODE).num_tokens
-
-    def _row_of(self, slot: int, request: Request) -> int | None:
-        try:
-            row = self.batch.slot_ids.index(slot)
-        except ValueError:
-            return None
-        return row if self.batch.requests[row] is request else None
+    def num_tokens_of(self, request: Request) -> int:
+        """Tokens of a request in a slot that this step computes."""
+        if request not in self.batch.requests:
+            return 0
+        return self.special.get(self.batch.requests.index(request), DECODE).num_tokens

@@ -100,7 +100,7 @@ class Preemptions:
         unscored = num_computed
         if request.sampling.num_logprobs is not None and rows.is_unsampled(slot):
             unscored = request.num_unscored(worker.session)
-        num_coming = sum(flight.num_tokens_of(slot, request) for flight in worker.in_flight)
+        num_coming = sum(flight.num_tokens_of(request) for flight in worker.in_flight)
         is_whole = int(rows.num_confirmed[slot]) + num_coming == num_computed
         if rows.num_tokens[slot] >= rows.limit[slot] or unscored < num_computed or not is_whole:
             return num_computed, first, first
