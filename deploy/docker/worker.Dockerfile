@@ -14,15 +14,17 @@ RUN apt-get update \
 COPY requirements.lock requirements-cuda.lock ./
 RUN python3 -m venv venv \
     && venv/bin/pip install --no-cache-dir --no-deps ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} \
-        "$(grep '^torch==' requirements.lock)" \
-    && venv/bin/pip install --no-cache-dir --no-deps -r requirements.lock
+        "$(grep '^torch==' requirements.lock)"
+# An index that offers the other build would give an image that does not do what its name says. Read,
+# not imported: a CUDA build does not import without CUDA's packages.
+RUN venv/bin/python -c "import importlib.util, pathlib, runpy, sys; \
+folder = pathlib.Path(importlib.util.find_spec('torch').origin).parent; \
+found = 'cuda' if runpy.run_path(str(folder / 'version.py'))['cuda'] else 'cpu'; \
+found == '${TORCH_BUILD}' or sys.exit(f'TORCH_INDEX gives the {found} build of torch')"
+RUN venv/bin/pip install --no-cache-dir --no-deps -r requirements.lock
 RUN if [ "${TORCH_BUILD}" = cuda ]; then \
         venv/bin/pip install --no-cache-dir --no-deps -r requirements-cuda.lock; \
     fi
-# An index that offers the other build would give an image that does not do what its name says.
-RUN venv/bin/python -c "import sys, torch; \
-found = 'cuda' if torch.version.cuda else 'cpu'; \
-sys.exit('' if found == '${TORCH_BUILD}' else f'this index gives the {found} build of torch')"
 COPY servicekit app/servicekit
 COPY protos/gen app/protos/gen
 COPY kernels app/kernels

@@ -372,6 +372,7 @@ SETTINGS = settings(
 )
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_any_order_of_events(depth: int) -> None:
     run_state_machine_as_test(

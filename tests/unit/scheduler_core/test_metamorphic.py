@@ -33,7 +33,7 @@ def requests(seed: int = 0, count: int = 24) -> list[RequestArrived]:
 def serve(
     arrivals: Sequence[RequestArrived],
     *,
-    workers: Sequence[dict[str, int]] = ({},),
+    workers: Sequence[dict[str, Any]] = ({},),
     gap: int = 2,
     **config: Any,
 ) -> Cluster:
@@ -95,6 +95,22 @@ def test_preemption_does_not_matter(depth: int, num_blocks: int) -> None:
     workers = [{"num_blocks": num_blocks}]
     cluster = serve(requests(), workers=workers, gap=0, watermark=0.0, max_inflight_steps=depth)
     assert cluster.core.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 8])
+@pytest.mark.parametrize(("mode", "token_us"), [("swap", 0.0), ("recompute", 0.0), ("auto", 1.0)])
+def test_the_way_of_preemption_does_not_matter(depth: int, mode: str, token_us: float) -> None:
+    host = {"num_host_blocks": 40, "token_us": token_us, "swap_gb_per_s": 8.0 * token_us}
+    stats = serve(
+        requests(),
+        workers=[{"num_blocks": 22, **host}],
+        gap=0,
+        watermark=0.0,
+        max_inflight_steps=depth,
+        preemption_mode=mode,
+    ).core.stats
+    assert stats.num_preemptions > 0
+    assert (stats.num_blocks_swapped_in > 0) == (mode != "recompute")
 
 
 @pytest.mark.parametrize(
