@@ -19,8 +19,8 @@ SIDE_BY_SIDE := -n auto --dist loadfile --no-loadscope-reorder
 export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX PYTHON_IMAGE TORCH_BUILD IMAGE_FLAGS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model serve test test-model test-fast check lint fmt-check types imports proto-check \
-	proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz images k8s-check bench \
+.PHONY: help setup model serve test test-model test-fast test-soak check lint fmt-check types imports \
+	proto-check proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz images k8s-check bench \
 	bench-kernels bench-scheduler bench-control-plane bench-scheduling bench-pressure clean
 
 help:  ## list the commands
@@ -36,7 +36,10 @@ serve:  ## set up if needed, then serve: PORT=8000 GRPC_PORT=9000 WORKERS=1 MODE
 	@exec $(PYTHON) -m deploy.local.setup --then deploy.local.launcher
 
 test: setup test-model  ## all tests that need no GPU (at most 10 minutes)
-	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "not gpu" --durations=15
+	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "not gpu and not soak" --durations=15
+
+test-soak: setup test-model  ## the real model under memory pressure for a minute (about 3)
+	@$(PY) -m pytest -m soak
 
 test-model: setup
 	@$(PY) -m deploy.local.model smollm2-135m
@@ -44,7 +47,7 @@ test-model: setup
 test-fast: setup  ## the quick tests (at most 60 s)
 	@$(PY) -m pytest $(SIDE_BY_SIDE)
 
-check: lint fmt-check types imports proto-check k8s-check test  ## all that CI runs
+check: lint fmt-check types imports proto-check k8s-check test test-soak  ## all that CI runs
 
 lint: setup  ## ruff
 	@$(PY) -m ruff check .

@@ -6,7 +6,7 @@ from benchmarks import pressure
 from tests.kernels.native import needs_native
 from tests.model_cache import real_model_dir
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200), needs_native]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200), needs_native]
 
 
 def test_a_third_of_the_memory_changes_no_token() -> None:
