@@ -8,7 +8,8 @@ without a break, their service by weight may differ by at most twice the bound, 
 import itertools
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,14 @@ from scheduler_svc.core.events import (
 )
 from scheduler_svc.core.invariants import check_all
 from scheduler_svc.core.ready import Ready, StepPlan
-from scheduler_svc.core.types import FaultScope, FinishReason, RequestId, Slot, WorkerId
+from scheduler_svc.core.types import (
+    FaultScope,
+    FinishReason,
+    PreemptionMode,
+    RequestId,
+    Slot,
+    WorkerId,
+)
 from tests.builders import make_core, make_request, make_worker
 from tests.cluster import MS
 
@@ -75,6 +83,7 @@ class History:
     now_ns: int = 0
     num_arrived: int = 0
     num_served: int = 0
+    num_swaps: int = 0
     worst: float = 0.0
 
     def play(self) -> None:
@@ -86,6 +95,7 @@ class History:
             max_skips=pick.choice((1, 4, 16)),
             prefill_chunk_tokens=pick.choice((0, 5)),
             priority_ageing_ns=pick.choice((0, 5 * MS)),
+            preemption_mode="swap",
         )
         self.service = dict.fromkeys(self.weights, 0.0)
         pairs = {pair: Pair() for pair in itertools.combinations(self.weights, 2)}
@@ -95,6 +105,7 @@ class History:
             block_size=4,
             max_num_batched_tokens=pick.choice((16, 40)),
             max_model_len=CONTEXT,
+            num_host_blocks=pick.choice((0, 4, 12)),
         )
         core.feed(joined)
         moods = {name: pick.choice(tuple(MOODS)) for name in self.weights}
@@ -116,6 +127,7 @@ class History:
                 check_all(core)
             for (one, other), pair in pairs.items():
                 self.compare(one, other, pair)
+        self.num_swaps = core.stats.preemptions[PreemptionMode.SWAP]
 
     def arrivals(self, name: str, mood: str, number: int) -> Iterable[RequestArrived]:
         """What a tenant sends; see MOODS."""
@@ -201,12 +213,21 @@ class History:
             slots=tuple(slot for slot, _ in tokens),
             token_ids=tuple(token for _, token in tokens),
             finished=tuple(finished),
+            operations_done=tuple(operation.op_id for operation in plan.operations),
         )
 
     def follow(self, ready: Ready) -> None:
         """Counts first admissions, forgets what has ended."""
         for plan in ready.plans:
             self.plans.append(plan)
+            # A plan for several steps is answered step by step.
+            nothing: dict[str, Any] = dict.fromkeys(
+                ("releases", "admits", "changed", "growth", "operations"), ()
+            )
+            self.plans += [
+                replace(plan, step=plan.step + i, reset=False, **nothing)
+                for i in range(1, plan.num_steps)
+            ]
             for admit in plan.admits:
                 held = self.held[admit.request_id]
                 if not held.is_admitted:
@@ -244,12 +265,14 @@ PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NU
 
 @pytest.mark.parametrize("part", PARTS)
 def test_tenants_that_wait_get_what_their_weights_say(part: int) -> None:
-    worst, num_served = 0.0, 0
+    worst, num_served, num_swaps = 0.0, 0, 0
     for seed in range(part * HISTORIES_EACH, (part + 1) * HISTORIES_EACH):
         pick = random.Random(seed)
         weights = {name: pick.choice((0.5, 1.0, 1.0, 4.0)) for name in "abcd"[: 2 + seed % 3]}
         history = History(pick, pick.choice((1, 2, 4)), weights)
         history.play()
         worst, num_served = max(worst, history.worst), num_served + history.num_served
+        num_swaps += history.num_swaps
     assert num_served > HISTORIES_EACH * 10
+    assert num_swaps > HISTORIES_EACH / 2
     assert worst > 0.2, "the histories have come nowhere near the bound"
