@@ -58,11 +58,11 @@ class UsersStack(Stack):
         command += ["--aclfile", str(folder / "users.acl")]
         self.redis = Process("redis", command, {}, folder / "redis.log")
 
-    def _service(self, module: str, name: str) -> Process:
-        role = SERVICES.get(module, "worker")
-        # A new dictionary each time: the processes keep the one that they are given.
-        self._environ = {**self._environ, "QUIRE_REDIS_URL": self.url(role)}
-        return super()._service(module, name)
+    def _service(self, module: str, name: str, **settings: str) -> Process:
+        # A new dictionary each time: a process keeps the one that it is given.
+        url = self.url(SERVICES.get(module, "worker"))
+        self._environ = {**self._environ, "QUIRE_REDIS_URL": url}
+        return super()._service(module, name, **settings)
 
     def url(self, role: str) -> str:
         """What stands in the Secret redis-urls."""
