@@ -101,7 +101,8 @@ class Gateway:
             public_limits(message_bytes(settings.max_grpc_message_bytes, model)),
             MAX_CALLS,
         )
-        self.ops = OpsServer(registry, lambda: self.engine.ready)
+        # Not `engine.ready`: where no worker runs, requests must come in for one to be started.
+        self.ops = OpsServer(registry, lambda: not self.engine.draining)
         self._log = self._log.bind(gateway_id=gateway_id)
 
     def _register(self, server: grpc.aio.Server) -> None:
@@ -162,11 +163,15 @@ class Gateway:
     async def _drain(self, server: asyncio.Task[None]) -> None:
         self._log.info("draining", streams=self.engine.num_live, drain_s=self._settings.drain_s)
         self.engine.draining = True
-        await self.grpc.set_serving(False)
-        await self.engine.drain(self._settings.drain_s)
-        await self.queue.flush(LAST_WORDS_S)
-        self.rest.stop()
-        await self.grpc.stop(LAST_WORDS_S)
+        self.rest.drain()
+        async with asyncio.TaskGroup() as group:
+            # Tells gRPC clients at once to go elsewhere; running calls go on. One that never ends,
+            # as a watch of the health, does not hold the process: the shorter grace counts.
+            group.create_task(self.grpc.stop(self._settings.drain_s + LAST_WORDS_S))
+            await self.engine.drain(self._settings.drain_s)
+            await self.queue.flush(LAST_WORDS_S)
+            self.rest.stop()
+            await self.grpc.stop(LAST_WORDS_S)
         await server
         self._log.info("drained")
 

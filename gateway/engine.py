@@ -8,7 +8,7 @@ deadlines. A request leaves the table at its end and its client's side reads wha
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gateway.core import validation
@@ -82,6 +82,8 @@ class Engine:
         # By the first of a call's requests: those that are live.
         self._calls: dict[RequestId, list[LiveRequest]] = {}
         self._strangers: dict[RequestId, float] = {}
+        self._num_entering = 0
+        self._grace_over = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._to_supersede: set[LiveRequest] = set()
@@ -122,8 +124,9 @@ class Engine:
         if self.draining:
             raise UnavailableError(DRAINING.message, code=DRAINING.code)
         checked = validation.check_all(raws, self.model)
-        lives = await self._intake.prepare(checked, self.max_model_len)
-        await self._admit(lives)
+        with self._entering():
+            lives = await self._intake.prepare(checked, self.max_model_len)
+            await self._admit(lives)
         num_samples = len(lives) // len(raws)
         for number, live in enumerate(lives):
             raw = raws[number // num_samples]
@@ -181,11 +184,13 @@ class Engine:
         return self._tokenizer.detokenizer(skip_special_tokens=skip_special_tokens, after=after)
 
     async def drain(self, grace_s: float) -> None:
-        """No new requests; the live ones get grace_s, then an explicit end."""
+        """No new requests; the live ones, and those on their way into the queue, get grace_s, then
+        an explicit end."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
+        self._grace_over = True
         for live in list(self._live.values()):
             self._close(live, DRAINING)
 
@@ -239,13 +244,27 @@ class Engine:
 
     # Inside.
 
+    @contextlib.contextmanager
+    def _entering(self) -> Iterator[None]:
+        """What was let in before a drain is waited for, also while it is tokenized or queued."""
+        self._num_entering += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_entering -= 1
+            self._look_whether_idle()
+
+    def _look_whether_idle(self) -> None:
+        if not self._live and not self._num_entering:
+            self._idle.set()
+
     async def _admit(self, lives: Sequence[LiveRequest]) -> None:
         # Tokens may come before the script's answer, so the requests are live first.
         self._live.update((live.request_id, live) for live in lives)
         self._calls[lives[0].request_id] = list(lives)
         for live in lives:
             live.call_id = lives[0].request_id
-        self._idle.clear()
         try:
             admissions = await self._queue.admit([live.queued for live in lives])
         except BaseException as error:
@@ -257,7 +276,7 @@ class Engine:
             raise
         for live, admission in zip(lives, admissions, strict=True):
             live.admission = admission
-            if self.draining and live.state.end is None:
+            if self._grace_over and live.state.end is None:
                 self._close(live, DRAINING)
 
     def _feed(
@@ -359,8 +378,7 @@ class Engine:
         call.remove(live)
         if not call:
             del self._calls[live.call_id]
-        if not self._live:
-            self._idle.set()
+        self._look_whether_idle()
 
     def _supersede(self, live: LiveRequest, why: str) -> None:
         if live.superseding or live.state.end is not None:

@@ -114,6 +114,15 @@ class BoundedHttp(HttpToolsProtocol):
         if self.cycle.response_complete and not self._in_head and self._timer is None:
             self._timer = self.loop.call_later(LEFTOVER_TIMEOUT_S, self.transport.abort)
 
+    def drain(self) -> None:
+        """Closes the connection if it is idle after an answer, or when the one under way ends."""
+        if self.cycle is None:
+            return
+        if not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+        elif self._in_head and self._head_bytes == 0:
+            self.transport.close()
+
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is told so in our own words, unless an answer has been given."""
         if not self.transport.is_closing():
@@ -175,6 +184,7 @@ class RestServer:
             timeout_keep_alive=75,
             timeout_graceful_shutdown=grace_s,
         )
+        self._config = config
         self._server = uvicorn.Server(config)
 
     def listen(self, host: str, port: int) -> socket.socket:
@@ -188,6 +198,17 @@ class RestServer:
                 milliseconds = int(UNREAD_TIMEOUT_S * 1000)
                 listener.setsockopt(socket.IPPROTO_TCP, option, milliseconds)
         return listener
+
+    def drain(self) -> None:
+        """Lets clients go elsewhere: idle connections close, and every answer that begins from now
+        on is the last one of its connection. The listener stays, for refusals with a reason."""
+        close = (b"connection", b"close")
+        state = self._server.server_state
+        self._config.encoded_headers.append(close)
+        state.default_headers = [*state.default_headers, close]
+        for connection in list(state.connections):
+            if isinstance(connection, BoundedHttp):
+                connection.drain()
 
     async def serve(self, listener: socket.socket) -> None:
         """Until `stop`."""

@@ -16,6 +16,8 @@ from scheduler_svc.adapters.redis_access import FAILURES, DeposedError, RedisAwa
 from servicekit import redis_keys
 from servicekit.logs import get_logger
 
+# A standby asks so often, whatever the lease's life: one that is given back is taken at once.
+MAX_POLL_S = 0.5
 _log = get_logger("scheduler.lease")
 
 
@@ -46,7 +48,7 @@ class LeaderLease:
             if not waiting and not self._health.away:
                 waiting = True
                 _log.info("standing_by")
-            await asyncio.sleep(self._renew_s)
+            await asyncio.sleep(min(self._renew_s, MAX_POLL_S))
 
     async def keep(self, epoch: int) -> Never:
         """Renews until DeposedError."""

@@ -34,6 +34,7 @@ class World:
     model: ModelInfo
     gateway: Gateway
     client: httpx.AsyncClient
+    stop: asyncio.Event
 
     def shown(self, text: str) -> str:
         """What a client sees of tokens that Row writes for `text`."""
@@ -93,7 +94,7 @@ async def world_of(
             url = f"http://127.0.0.1:{gateway.ports['rest']}"
             try:
                 async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-                    yield World(redis, worker, scheduler, tokenizer, model, gateway, client)
+                    yield World(redis, worker, scheduler, tokenizer, model, gateway, client, stop)
             finally:
                 stop.set()
                 async with asyncio.timeout(15):

@@ -218,7 +218,11 @@ class Bench:
 
 
 def make_bench(
-    *, stall_s: float = 60.0, deadline_s: float = 600.0, buffer_tokens: int = 256
+    *,
+    stall_s: float = 60.0,
+    deadline_s: float = 600.0,
+    buffer_tokens: int = 256,
+    tokenizer: FakeTokenizer | None = None,
 ) -> Bench:
     """An engine that is not running its sweeper."""
     queue, fleet, registry = FakeQueue(), FakeFleet(), CollectorRegistry()
@@ -229,7 +233,7 @@ def make_bench(
         ),
         queue=queue,
         fleet=fleet,
-        tokenizer=FakeTokenizer(),
+        tokenizer=tokenizer or FakeTokenizer(),
         metrics=GatewayMetrics(registry, MODEL.name),
     )
     return Bench(engine=engine, queue=queue, fleet=fleet, link=FakeLink(), registry=registry)
