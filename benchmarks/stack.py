@@ -208,13 +208,16 @@ class Stack:
         *,
         model: str,
         workers: int = 1,
+        schedulers: int = 1,
+        gateways: int = 1,
         worker_module: str = "gpu_worker",
         settings: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        free = ports.FreePorts()
-        self.redis_port = free.take()
+        self._free = ports.FreePorts()
+        self._worker_module = worker_module
+        self.redis_port = self._free.take()
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("QUIRE_")}
         threads = str(max(1, len(os.sched_getaffinity(0)) // workers))
         self._environ = {
@@ -222,8 +225,6 @@ class Stack:
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos' / 'gen'}",
             "QUIRE_MODEL": model,
             "QUIRE_REDIS_URL": f"redis://127.0.0.1:{self.redis_port}/0",
-            "QUIRE_PORT": str(free.take()),
-            "QUIRE_GRPC_PORT": str(free.take()),
             "QUIRE_NUM_THREADS": threads,
             "OMP_NUM_THREADS": threads,
             "QUIRE_DRAIN_S": "5",
@@ -238,24 +239,53 @@ class Stack:
             inherited,
             folder / "redis.log",
         )
-        self.scheduler = self._service("scheduler_svc", "scheduler")
-        self.gateway = self._service("gateway", "gateway")
-        self.workers = [self._service(worker_module, f"worker-{i}") for i in range(workers)]
+        self.schedulers = [
+            self._service("scheduler_svc", f"scheduler-{i}" if i else "scheduler")
+            for i in range(schedulers)
+        ]
+        self.gateways = [self._gateway(f"gateway-{i}" if i else "gateway") for i in range(gateways)]
+        self.workers: list[Process] = []
+        for _ in range(workers):
+            self.add_worker()
 
-    def _service(self, module: str, name: str) -> Process:
-        environ = {**self._environ, "QUIRE_WORKER_ID": name} if "worker" in name else self._environ
+    def _service(self, module: str, name: str, **settings: str) -> Process:
         argv = [sys.executable, "-m", module]
-        return Process(name, argv, environ, self.folder / f"{name}.log")
+        return Process(name, argv, {**self._environ, **settings}, self.folder / f"{name}.log")
+
+    def _gateway(self, name: str) -> Process:
+        rest, grpc = (str(self._free.take()) for _ in range(2))
+        return self._service("gateway", name, QUIRE_PORT=rest, QUIRE_GRPC_PORT=grpc)
+
+    def add_worker(self) -> Process:
+        """One more worker, with a name of its own; not yet started."""
+        name = f"worker-{len(self.workers)}"
+        self.workers.append(self._service(self._worker_module, name, QUIRE_WORKER_ID=name))
+        return self.workers[-1]
+
+    @property
+    def scheduler(self) -> Process:
+        """The first, which leads unless it has been ended."""
+        return self.schedulers[0]
+
+    @property
+    def gateway(self) -> Process:
+        """The first."""
+        return self.gateways[0]
 
     @property
     def processes(self) -> list[Process]:
         """In the order in which they end."""
-        return [self.gateway, *self.workers, self.scheduler, self.redis]
+        return [*self.gateways, *self.workers, *self.schedulers[::-1], self.redis]
 
     @property
     def client(self) -> Client:
-        """For the gateway."""
-        return Client(host="127.0.0.1", port=self.gateway.ports["rest"])
+        """For the first gateway."""
+        return self.client_of(self.gateway)
+
+    @staticmethod
+    def client_of(gateway: Process) -> Client:
+        """For one gateway."""
+        return Client(host="127.0.0.1", port=gateway.ports["rest"])
 
     @property
     def base_url(self) -> str:
@@ -284,22 +314,32 @@ class Stack:
         """Starts everything; returns when the gateway says that a worker can serve."""
         try:
             self.start_redis()
-            for process in (self.scheduler, *self.workers, self.gateway):
+            for process in (self.scheduler, *self.workers, *self.gateways):
                 process.start()
             for process in (self.scheduler, *self.workers):
                 process.wait_event("ready")
-            self.gateway.wait_event("listening")
+            for standby in self.schedulers[1:]:
+                standby.start()
+                standby.wait_event("standing_by")
+            for gateway in self.gateways:
+                gateway.wait_event("listening")
             self.wait_ready()
         except BaseException:
             self.destroy()
             raise
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
-        """Waits for /ready, and until the scheduler holds a session with every live worker."""
-        self.gateway.wait_event("ready", timeout_s)
+        """Waits until each gateway says that a worker can serve."""
+        for gateway in self.gateways:
+            self._wait_ready(gateway, timeout_s)
+
+    @staticmethod
+    def _wait_ready(gateway: Process, timeout_s: float) -> None:
+        gateway.wait_event("ready", timeout_s)
+        url = f"http://127.0.0.1:{gateway.ports['rest']}/ready"
         wait_for(
-            lambda: fetch(f"{self.base_url}/ready")[0] == 200,
-            lambda: f"/ready: {fetch(f'{self.base_url}/ready')}\n{self.gateway.tail()}",
+            lambda: fetch(url)[0] == 200,
+            lambda: f"/ready: {fetch(url)}\n{gateway.tail()}",
             timeout_s,
         )
 

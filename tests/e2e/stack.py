@@ -18,7 +18,7 @@ from typing import Any
 import redis
 
 from benchmarks.client import Answer, Client, Exchange
-from benchmarks.stack import ROOT, START_S, Metrics, Stack, StackError, fetch, wait_for
+from benchmarks.stack import ROOT, START_S, Metrics, Process, Stack, StackError, fetch, wait_for
 from benchmarks.workload import Job
 from servicekit import redis_keys
 from tests.threads import IS_PARALLEL
@@ -49,7 +49,9 @@ def redis_state(port: int, model: str) -> dict[str, int]:
 def busy_gauges(stack: Stack) -> dict[str, float]:
     """Whatever is not at its idle value, by name; the tasks of a loop are another matter."""
     busy: dict[str, float] = {}
-    groups = [(stack.scheduler, SCHEDULER_IDLE), (stack.gateway, GATEWAY_IDLE)]
+    groups: list[tuple[Process, tuple[str, ...]]]
+    groups = [(scheduler, SCHEDULER_IDLE) for scheduler in stack.schedulers]
+    groups += [(gateway, GATEWAY_IDLE) for gateway in stack.gateways]
     groups += [(worker, WORKER_IDLE) for worker in stack.workers]
     for process, names in groups:
         metrics = process.metrics()
@@ -96,13 +98,14 @@ def mend(stack: Stack) -> None:
     """Starts whatever has ended and waits until the scheduler has a session with every worker."""
     if stack.redis.returncode is not None:
         stack.start_redis()
-    ended = [
-        p for p in (stack.scheduler, *stack.workers, stack.gateway) if p.returncode is not None
-    ]
+    services = (*stack.schedulers, *stack.workers, *stack.gateways)
+    ended = [process for process in services if process.returncode is not None]
     for process in ended:
         process.start()
+    one_leads = any(scheduler not in ended for scheduler in stack.schedulers)
     for process in ended:
-        process.wait_event("ready")
+        stands_by = one_leads and process in stack.schedulers
+        process.wait_event("standing_by" if stands_by else "ready")
     stack.wait_ready()
     await_workers(stack, len(stack.workers))
 
@@ -111,9 +114,15 @@ def await_workers(stack: Stack, count: int) -> None:
     """Waits until the scheduler leads and has that many workers."""
 
     def seen() -> bool:
-        return stack.scheduler.metrics().total("quire:workers") == count
+        return scheduler_total(stack, "quire:workers") == count
 
     wait_for(seen, lambda: f"{count} workers\n{stack.scheduler.tail()}", START_S)
+
+
+def scheduler_total(stack: Stack, name: str) -> float:
+    """Of the schedulers that run; a standby's metrics are zeros."""
+    running = [s for s in stack.schedulers if s.returncode is None and "ops" in s.ports]
+    return sum(scheduler.metrics().total(name) for scheduler in running)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
