@@ -232,6 +232,10 @@ async def test_a_rolling_restart_of_everything_is_seen_by_no_client(pairs: Stack
     async with load_on(pairs, num_clients=12) as load:
         await load.go_on()
         leader, standby = leader_and_standby(pairs)
+        standby.kill()
+        await load.go_on()
+        standby.start()
+        await asyncio.to_thread(standby.wait_event, "standing_by")
         for scheduler in (standby, leader):
             await restart(scheduler, "standing_by")
             await load.go_on()
