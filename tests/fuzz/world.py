@@ -61,10 +61,9 @@ def expected_tokens(prompt: list[int], seed: int, count: int) -> list[int]:
 class WatchedStack(Stack):
     """Every service writes down what it does; see tests.fuzz.watched."""
 
-    def _service(self, module: str, name: str) -> Process:
-        environ = {**self._environ, "WATCH_LOG": str(self.folder / f"{name}.watch")}
-        if name.startswith("worker"):
-            environ["QUIRE_WORKER_ID"] = name
+    def _service(self, module: str, name: str, **settings: str) -> Process:
+        log = str(self.folder / f"{name}.watch")
+        environ = {**self._environ, **settings, "WATCH_LOG": log}
         argv = [sys.executable, "-m", "tests.fuzz.watched", module]
         return Process(name, argv, environ, self.folder / f"{name}.log")
 
