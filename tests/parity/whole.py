@@ -70,13 +70,17 @@ class Worker:
                 num_host_blocks=info.cache_group.num_host_blocks,
             )
         )
-        self.plans: deque[bytes] = deque()
+        self.plans: deque[StepPlan] = deque()
+
+    def take(self, raw: bytes) -> None:
+        """A plan as it comes on the wire; one of several steps is taken apart."""
+        plan = worker_codec.session_request(worker_pb2.SessionRequest.FromString(raw))
+        assert isinstance(plan, StepPlan)
+        self.plans.extend(plan.single_steps())
 
     def step(self) -> tuple[bytes, list[bytes]]:
         """The oldest plan: its result, and the token batches."""
-        request = worker_pb2.SessionRequest.FromString(self.plans.popleft())
-        plan = worker_codec.session_request(request)
-        assert isinstance(plan, StepPlan)
+        plan = self.plans.popleft()
         applied = self._replica.apply(plan)
         assert isinstance(applied, AppliedPlan), applied
         operations_done: Sequence[int] = ()
@@ -179,7 +183,7 @@ class Whole:
                 self.num_mixed_steps += plan.num_rows < plan.num_scheduled_tokens and (
                     plan.num_rows > 1
                 )
-                self.workers[plan.worker_id].plans.append(scheduler_codec.encode_plan(plan))
+                self.workers[plan.worker_id].take(scheduler_codec.encode_plan(plan))
             busy = [(name, worker) for name, worker in self.workers.items() if worker.plans]
             if not busy:
                 return
@@ -240,7 +244,8 @@ class Whole:
         stream.attempt = attempt
         assert first <= len(stream.tokens), "tokens are missing"
         known = len(stream.tokens) - first
-        assert stream.tokens[first:] == tokens[:known]
+        # A repeat may come in pieces: known output is scored chunk by chunk.
+        assert stream.tokens[first : first + len(tokens)] == tokens[:known]
         stream.num_repeats += min(known, len(tokens))
         stream.tokens += tokens[known:]
         stream.logprobs += rows[known:]
