@@ -237,7 +237,7 @@ def fuse(
     if missing is not None:
         log.warning("no native kernels: torch computes, many times slower", reason=missing)
     reason = None if wanted else "QUIRE_FUSED=0"
-    if backend == "torch" or (deterministic and backend != "native"):
+    if backend not in ("native", "triton") or (deterministic and backend != "native"):
         reason = f"the {backend} back end computes attention"
     if reason is None:
         from gpu_worker.fused import FusedModel, NotRecognisedError
