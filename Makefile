@@ -38,8 +38,8 @@ serve:  ## set up if needed, then serve: PORT=8000 GRPC_PORT=9000 WORKERS=1 MODE
 test: setup test-model  ## all tests that need no GPU (at most 10 minutes)
 	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "not gpu and not soak" --durations=15
 
-test-soak: setup test-model  ## the real model under memory pressure for a minute (about 3)
-	@$(PY) -m pytest -m soak
+test-soak: setup test-model  ## memory pressure on the real model, random histories at length
+	@$(PY) -m pytest $(SIDE_BY_SIDE) -m soak
 
 test-model: setup
 	@$(PY) -m deploy.local.model smollm2-135m

@@ -381,7 +381,7 @@ def test_any_order_of_events(depth: int) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_any_order_of_events_at_length(depth: int) -> None:

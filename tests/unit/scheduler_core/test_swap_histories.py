@@ -18,7 +18,7 @@ def test_everything_ends_with_its_own_tokens(mode: str, depth: int) -> None:
     assert (num_swaps > 0) == (mode != "recompute")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("depth", DEPTHS)
