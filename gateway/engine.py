@@ -269,10 +269,11 @@ class Engine:
             admissions = await self._queue.admit([live.queued for live in lives])
         except BaseException as error:
             for live in lives:
-                self._forget(live)
                 # The script may have run although its answer is lost.
-                if isinstance(error, UnavailableError | asyncio.CancelledError):
+                may_run = isinstance(error, UnavailableError | asyncio.CancelledError)
+                if may_run and live.state.end is None:
                     self._cancel_anywhere(live.request_id)
+                self._forget(live)
             raise
         for live, admission in zip(lives, admissions, strict=True):
             live.admission = admission
@@ -372,7 +373,9 @@ class Engine:
         self._fleet.cancel(request_id)
 
     def _forget(self, live: LiveRequest) -> None:
-        self._live.pop(live.request_id, None)
+        """Once or more often: a request may end before its admission is known to have failed."""
+        if self._live.pop(live.request_id, None) is None:
+            return
         self._to_supersede.discard(live)
         call = self._calls[live.call_id]
         call.remove(live)

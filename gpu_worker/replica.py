@@ -17,6 +17,7 @@ its gateway, which does not know it any more, cancels it again.
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from gpu_worker import digest
 from gpu_worker.messages import (
@@ -178,6 +179,8 @@ class Replica:
         self._in_flight = InFlight()
         self._recent: deque[FinishedRequest] = deque(maxlen=MAX_RECENT_FINISHES)
         self._early_cancels: dict[bytes, None] = {}
+        # Rows that the applied plan admitted and an earlier cancel has ended.
+        self._ended_unseen: list[Row] = []
 
     @property
     def digest(self) -> int:
@@ -230,7 +233,7 @@ class Replica:
         after.commit_growth()
         self._state = after
         self._recent.extend(_finished(row) for row in ended)
-        self._pending = pending
+        self._pending, self._ended_unseen = pending, ended
         self._epoch, self._step, self._awaiting_reset = plan.epoch, plan.step, False
         return AppliedPlan(
             rows=rows,
@@ -250,7 +253,7 @@ class Replica:
 
     def fail_step(self) -> None:
         """The applied step was not computed: rows keep what they had computed before it."""
-        self._pending = []
+        self._pending, self._ended_unseen = [], []
         self._awaiting_reset = True
 
     def complete(self, output: StepOutput) -> CompletedStep:
@@ -290,6 +293,8 @@ class Replica:
                 builder = outgoing.open.get(row.reply_to) or outgoing.builder(row.reply_to)
                 builder.add(row, tokens, row.ended)
         self._recent.extend(_finished(row) for row in finished)
+        finished += self._ended_unseen
+        self._ended_unseen = []
         return CompletedStep(
             slots=slots,
             token_ids=token_ids,
@@ -314,12 +319,16 @@ class Replica:
                     self._recent.append(_finished(row))
                     ended += 1
         self._early_cancels |= early
-        while len(self._early_cancels) > MAX_EARLY_CANCELS:
-            del self._early_cancels[next(iter(self._early_cancels))]
+        surplus = max(0, len(self._early_cancels) - MAX_EARLY_CANCELS)
+        for request_id in list(islice(self._early_cancels, surplus)):
+            del self._early_cancels[request_id]
         return ended
 
     def _cancelled_before(self, plan: StepPlan, after: TableState) -> list[Row]:
-        """Ends the rows that the plan admits although their clients are gone."""
+        """Ends the rows that the plan admits although their clients are gone.
+
+        The step's result names them: the scheduler may not know of the cancel.
+        """
         rows = [after.table[a.slot] for a in plan.admits if a.request_id in self._early_cancels]
         for row in rows:
             row.ended = FinishReason.CANCELLED

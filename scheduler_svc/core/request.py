@@ -76,7 +76,9 @@ class Request:
     # The last block it is held back for, and what had changed so far when it had no room.
     held_for: BlockHash | None = None
     had_no_room_at: tuple[tuple[int, int], ...] | None = None
+    # Workers lost and steps failed since its last token.
     num_losses: int = 0
+    num_failed_steps: int = 0
     tokens_at_loss: int = -1
     stranded_since_ns: int | None = None
     waits: WaitBook = field(default_factory=WaitBook)
@@ -156,6 +158,23 @@ class Request:
         else:
             self.set_back_ns += duration_ns
         self.set_back_since_ns = None
+
+    def count_loss(self) -> int:
+        """It has lost its worker: the how many'th one since its last token."""
+        self._count_anew_after_a_token()
+        self.num_losses += 1
+        return self.num_losses
+
+    def count_failed_step(self) -> int:
+        """A step with it has failed: the how many'th one since its last token."""
+        self._count_anew_after_a_token()
+        self.num_failed_steps += 1
+        return self.num_failed_steps
+
+    def _count_anew_after_a_token(self) -> None:
+        if len(self.token_ids) != self.tokens_at_loss:
+            self.tokens_at_loss = len(self.token_ids)
+            self.num_losses = self.num_failed_steps = 0
 
     def account(self, now_ns: int, overtaken_ns: int | None) -> Account:
         """Its account up to now; what is open is booked."""

@@ -56,7 +56,11 @@ class ResultBook:
         """Books what a step gave: decodes as columns, rows that are anything else singly."""
         batch = flight.batch
         self._stats.num_wasted_rows += event.num_wasted_rows
-        worker.cost.observe(flight.num_tokens, event.step_us)
+        if not event.num_wasted_rows:
+            worker.cost.observe(flight.num_tokens, event.step_us)
+        elif not flight.special:
+            # Of chunks, nobody says how many tokens the skipped ones had.
+            worker.cost.observe(flight.num_tokens - event.num_wasted_rows, event.step_us)
         given = _Given(tokens=event.token_ids, finished=dict(event.finished), chunks_are_whole=True)
         rest = {*flight.special, *flight.gone}
         if event.slots != batch.slot_ids:

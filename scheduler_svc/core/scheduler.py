@@ -7,12 +7,13 @@ Owns every request from arrival to its one end, and the state of every worker. R
 - what is admitted, where and when: see admission; what a result changes: see results.
 """
 
-from array import array
+from itertools import chain
 from typing import assert_never
 
-from scheduler_svc.core import explain, planner, policy
+from scheduler_svc.core import explain, planner
 from scheduler_svc.core.account import Account, Wait
 from scheduler_svc.core.admission import Admission
+from scheduler_svc.core.arrivals import new_request
 from scheduler_svc.core.attempts import AttemptMemory
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.deadlines import Deadlines
@@ -46,7 +47,7 @@ from scheduler_svc.core.ready import (
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.results import ResultBook
 from scheduler_svc.core.sharing import PrefixSharing
-from scheduler_svc.core.tenants import Tenant, Tenants
+from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.types import FaultScope, FinishReason, RequestId, WorkerId
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
@@ -198,7 +199,15 @@ class SchedulerCore:
             return
         tenant = self._tenants.arrived(event.tenant, event.tenant_weight)
         held = self._attempts.take(event.request_id)
-        request = self._new_request(event, tenant, held)
+        self._num_arrivals += 1
+        request = new_request(
+            event,
+            tenant=tenant,
+            held=held,
+            now_ns=self._now_ns,
+            sequence=self._num_arrivals,
+            ageing_ns=self.config.priority_ageing_ns,
+        )
         if known is not None:
             # The gateway has deleted the old entry; the request keeps its place in the order.
             self.stats.num_superseded += 1
@@ -216,38 +225,6 @@ class SchedulerCore:
             self._finish(request, FinishReason.LENGTH, notify=True)
         else:
             self._reject_if_never_fits(request)
-
-    def _new_request(self, event: RequestArrived, tenant: Tenant, held: int) -> Request:
-        """`held` is the highest attempt that may still deliver tokens, 0 if none."""
-        self._num_arrivals += 1
-        prompt_len = len(event.prompt_token_ids)
-        request = Request(
-            request_id=event.request_id,
-            entry_id=event.entry_id,
-            entry_attempt=event.attempt,
-            attempt=max(event.attempt, held + 1),
-            gateway_id=event.gateway_id,
-            reply_to=event.reply_to,
-            token_ids=array("I", event.prompt_token_ids + event.output_token_ids),
-            prompt_len=prompt_len,
-            sampling=event.sampling,
-            tenant=tenant,
-            deadline_ns=event.deadline_ns,
-            cache_salt=event.cache_salt,
-            traceparent=event.traceparent,
-            rank=policy.rank(
-                priority=event.priority,
-                arrived_ns=self._now_ns,
-                sequence=self._num_arrivals,
-                ageing_ns=self.config.priority_ageing_ns,
-            ),
-            arrived_ns=self._now_ns,
-            emit_from=len(event.output_token_ids),
-            sample_group=event.sample_group,
-            sample_index=event.sample_index,
-            max_total_tokens=prompt_len + event.sampling.max_tokens,
-        )
-        return request
 
     def _reject_if_never_fits(self, request: Request) -> None:
         workers = list(self._workers.values())
@@ -329,7 +306,7 @@ class SchedulerCore:
     def _joined(self, event: WorkerJoined) -> None:
         self._lost(event.worker_id)
         self._num_sessions += 1
-        for request_id, attempt in event.snapshot_attempts.items():
+        for request_id, attempt in sorted(event.snapshot_attempts.items()):
             self._raise_attempt_above(request_id, attempt)
         self._workers[event.worker_id] = WorkerState(
             worker_id=event.worker_id,
@@ -403,11 +380,9 @@ class SchedulerCore:
 
     def _count_loss(self, request: Request) -> None:
         """Bounds how often one request may lose its worker: it may be what kills them."""
-        progressed = len(request.token_ids) != request.tokens_at_loss
-        request.num_losses = 1 if progressed else request.num_losses + 1
-        request.tokens_at_loss = len(request.token_ids)
-        if request.num_losses >= _MAX_LOSSES_WITHOUT_TOKEN:
-            message = f"the request lost its worker {request.num_losses} times without a token"
+        num_losses = request.count_loss()
+        if num_losses >= _MAX_LOSSES_WITHOUT_TOKEN:
+            message = f"the request lost its worker {num_losses} times without a token"
         elif request.attempt >= self.config.max_attempts:
             message = f"the request was tried {request.attempt} times"
         else:
@@ -453,10 +428,25 @@ class SchedulerCore:
             return
         self._preemptions.operations_done(worker, event.operations_done)
         self._preemptions.forget_unfinished(worker)
+        failed = [flight.batch for flight in worker.in_flight if flight.step == event.step]
         self._void_in_flight(worker)
         for request in list(worker.running.values()):
             self._yield(worker, request, False)
         worker.start_over()
+        for request in chain.from_iterable(batch.requests for batch in failed):
+            self._count_failed_step(request)
+
+    def _count_failed_step(self, request: Request) -> None:
+        """Bounds how often one request may make steps fail, also where others succeed between.
+
+        As many as it takes to lose workers by it until it ends.
+        """
+        if request.state is RequestState.FINISHED:
+            return
+        num_failed = request.count_failed_step()
+        if num_failed >= _MAX_LOSSES_WITHOUT_TOKEN * self.config.max_step_failures:
+            message = f"{num_failed} steps with the request failed, without a token between them"
+            self._finish(request, FinishReason.ERROR, notify=True, message=message)
 
     # Planning
 

@@ -223,9 +223,10 @@ def make_bench(
     deadline_s: float = 600.0,
     buffer_tokens: int = 256,
     tokenizer: FakeTokenizer | None = None,
+    queue: FakeQueue | None = None,
 ) -> Bench:
     """An engine that is not running its sweeper."""
-    queue, fleet, registry = FakeQueue(), FakeFleet(), CollectorRegistry()
+    queue, fleet, registry = queue or FakeQueue(), FakeFleet(), CollectorRegistry()
     engine = Engine(
         model=MODEL,
         config=EngineConfig(

@@ -189,6 +189,8 @@ def test_early_cancels_are_kept_up_to_a_bound(replica: Replica, script: PlanScri
     after = applied(replica, script.plan(admits=admits, schedule=[(0, 5), (1, 5)]))
     assert ([row.slot for row in after.rows], after.num_wasted_rows) == ([0], 1)
     assert [finish.request_id for finish in replica.snapshot().recent_finishes] == [request_id(2)]
+    done = replica.complete(StepOutput(token_ids=(42,)))
+    assert (done.finished_slots, done.finish_reasons) == ([1], [FinishReason.CANCELLED])
 
 
 def test_a_failed_row_ends_alone(replica: Replica, script: PlanScript) -> None:

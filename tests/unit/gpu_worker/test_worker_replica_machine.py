@@ -156,6 +156,11 @@ class ReplicaMachine(RuleBasedStateMachine):
             growth=self.change.growth,
             schedule=changed,
         )
+        unseen = {
+            admit.slot: FinishReason.CANCELLED
+            for admit in self.change.admits
+            if self.rows[admit.slot].ended is not None
+        }
         self.change = Change()
         self.scheduled = wanted
         applied = self.replica.apply(plan)
@@ -166,9 +171,9 @@ class ReplicaMachine(RuleBasedStateMachine):
         done = self.replica.complete(self.output(applied, sampled))
         self.replica.check_invariants()
         expected = self.advance(applied, sampled)
-        assert dict(zip(done.finished_slots, done.finish_reasons, strict=True)) == {
-            slot: row.ended for slot, row in expected.items() if row.ended is not None
-        }
+        ended = {slot: row.ended for slot, row in expected.items() if row.ended is not None}
+        given = dict(zip(done.finished_slots, done.finish_reasons, strict=True))
+        assert given == unseen | ended
         self.check_batches(done.batches, expected)
 
     def output(self, applied: AppliedPlan, sampled: list[int]) -> StepOutput:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_svc.core.events import StepCompleted
 from scheduler_svc.core.step_cost import StepCost
 from scheduler_svc.core.types import CostProfile, FinishReason
 from tests.builders import make_core, make_request, make_worker
@@ -193,3 +194,27 @@ def test_a_step_that_stood_still_is_no_measure() -> None:
     cost.observe(8, 10_000_000)
     cost.observe(8, 0)
     assert cost.profile.step_us < 1200.0
+
+
+def test_steps_whose_rows_were_skipped_teach_no_cost() -> None:
+    """A client leaves beside its long prompt: the step had many tokens and took no time."""
+    profile = CostProfile(step_us=5000.0, token_us=20.0)
+    core = make_core(max_inflight_steps=1)
+    joined = make_worker("w", num_blocks=128, max_num_batched_tokens=512)
+    core.feed(replace(joined, cost=profile))
+    (worker,) = core._workers.values()
+    for number in range(20):
+        core.feed(make_request(f"long{number}", prompt=400, max_tokens=1))
+        (plan,) = core.take_ready().plans
+        rows = [admit.slot for admit in plan.admits]
+        core.feed(
+            StepCompleted(
+                now_ns=number,
+                worker_id=plan.worker_id,
+                step=plan.step,
+                finished=tuple((slot, FinishReason.CANCELLED) for slot in rows),
+                num_wasted_rows=len(rows),
+                step_us=60,
+            )
+        )
+    assert worker.cost.profile == profile

@@ -412,3 +412,35 @@ def test_workers_may_differ_in_block_size() -> None:
     c.run()
     for i in range(6):
         assert c.output(f"r{i}") == expected_output(make_request(f"r{i}", max_tokens=8))[0]
+
+
+def test_a_request_whose_later_chunk_always_fails_ends_alone() -> None:
+    """Its earlier chunks succeed, so that the steps do not fail one after the other."""
+    c = cluster(enable_prefix_caching=False, max_step_failures=4)
+    c.begin(max_num_batched_tokens=8)
+    good, poison = make_request("good", prompt=6, max_tokens=200), make_request("bad", prompt=24)
+    c.arrive(good)
+    c.arrive(poison)
+    for _ in range(400):
+        if c.end("good") is not None:
+            break
+        known = c.core.explain(poison.request_id)
+        c.step(fail=known is not None and known.num_computed_tokens > 16)
+    assert c.end("bad") is FinishReason.ERROR
+    assert c.finish("bad").message.startswith("12 steps with the request failed")
+    assert (c.output("good"), c.end("good")) == expected_output(good)
+
+
+def test_the_order_of_a_snapshot_does_not_matter() -> None:
+    """A trace keeps mappings sorted: the replay must give the same plan."""
+    plans = []
+    for names in ("ab", "ba"):
+        c = cluster()
+        c.begin("w0")
+        for name in "ab":
+            c.arrive(make_request(name, prompt=6, max_tokens=20))
+        c.step("w0")
+        attempts = {make_request(name, prompt=6).request_id: 5 for name in names}
+        c.join("w1", snapshot_attempts=attempts)
+        plans.append(c.step("w0").plans)
+    assert plans[0] == plans[1]
