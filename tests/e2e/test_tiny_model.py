@@ -85,6 +85,7 @@ def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return answers
 
 
+@pytest.mark.soak
 async def test_triton_serves_the_same_tokens_as_torch(
     tiny_model: Path, expected: dict[str, list[Answer]], tmp_path: Path
 ) -> None:

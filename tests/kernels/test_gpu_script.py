@@ -22,7 +22,7 @@ def report_of(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_dry_run(tmp_path: Path) -> None:
     done = subprocess.run(
