@@ -89,7 +89,7 @@ def parameters() -> None:
 def errors() -> None:
     """Errors are those of the openai package below it."""
     raises(openai.BadRequestError, lambda: chat_model(temperature=-1).invoke(QUESTION))
-    raises(openai.BadRequestError, lambda: chat_model(n=2).invoke(QUESTION))
+    raises(openai.BadRequestError, lambda: chat_model(n=129).invoke(QUESTION))
     raises(openai.NotFoundError, lambda: chat_model(model="another").invoke(QUESTION))
     if HAS_KEYS:
         stranger = chat_model(api_key="wrong")

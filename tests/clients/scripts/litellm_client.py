@@ -83,7 +83,7 @@ def errors() -> None:
         litellm.BadRequestError, lambda: litellm.completion(**{**CHAT, "temperature": -1})
     )
     assert "temperature" in str(wrong)
-    raises(litellm.BadRequestError, lambda: litellm.completion(**CHAT, n=2))
+    raises(litellm.BadRequestError, lambda: litellm.completion(**CHAT, n=129))
     raises(litellm.NotFoundError, lambda: litellm.completion(**{**CHAT, "model": "openai/another"}))
     if HAS_KEYS:
         stranger = {**CHAT, "api_key": "wrong"}
