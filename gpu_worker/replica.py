@@ -179,8 +179,8 @@ class Replica:
         self._in_flight = InFlight()
         self._recent: deque[FinishedRequest] = deque(maxlen=MAX_RECENT_FINISHES)
         self._early_cancels: dict[bytes, None] = {}
-        # Rows that the applied plan admitted and an earlier cancel has ended.
-        self._ended_unseen: list[Row] = []
+        # Rows that the applied plan schedules and that cancels have ended.
+        self._cancelled: list[Row] = []
 
     @property
     def digest(self) -> int:
@@ -224,7 +224,7 @@ class Replica:
             ended = self._cancelled_before(plan, after)
             new_epoch = plan.epoch != self._epoch
             busy = self._in_flight.stage(plan.operations, self._limits, new_epoch=new_epoch)
-            pending, rows, num_wasted = stage_rows(after, self._limits)
+            pending, rows, wasted = stage_rows(after, self._limits)
             if busy is not None:
                 check_rows(busy, rows, after.growth, self._limits.block_size)
         except InvalidPlanError as error:
@@ -233,13 +233,14 @@ class Replica:
         after.commit_growth()
         self._state = after
         self._recent.extend(_finished(row) for row in ended)
-        self._pending, self._ended_unseen = pending, ended
+        self._pending = pending
+        self._cancelled = [row for row in wasted if row.ended is FinishReason.CANCELLED]
         self._epoch, self._step, self._awaiting_reset = plan.epoch, plan.step, False
         return AppliedPlan(
             rows=rows,
             operations=plan.operations,
             num_tokens=sum(entry.num_tokens for entry in pending),
-            num_wasted_rows=num_wasted,
+            num_wasted_rows=len(wasted),
             digest=self.digest,
         )
 
@@ -253,7 +254,7 @@ class Replica:
 
     def fail_step(self) -> None:
         """The applied step was not computed: rows keep what they had computed before it."""
-        self._pending, self._ended_unseen = [], []
+        self._pending, self._cancelled = [], []
         self._awaiting_reset = True
 
     def complete(self, output: StepOutput) -> CompletedStep:
@@ -293,8 +294,9 @@ class Replica:
                 builder = outgoing.open.get(row.reply_to) or outgoing.builder(row.reply_to)
                 builder.add(row, tokens, row.ended)
         self._recent.extend(_finished(row) for row in finished)
-        finished += self._ended_unseen
-        self._ended_unseen = []
+        # The scheduler may not know of the cancels, nor which rows they have left out.
+        finished += self._cancelled
+        self._cancelled = []
         return CompletedStep(
             slots=slots,
             token_ids=token_ids,
@@ -325,10 +327,7 @@ class Replica:
         return ended
 
     def _cancelled_before(self, plan: StepPlan, after: TableState) -> list[Row]:
-        """Ends the rows that the plan admits although their clients are gone.
-
-        The step's result names them: the scheduler may not know of the cancel.
-        """
+        """Ends the rows that the plan admits although their clients are gone."""
         rows = [after.table[a.slot] for a in plan.admits if a.request_id in self._early_cancels]
         for row in rows:
             row.ended = FinishReason.CANCELLED

@@ -303,21 +303,22 @@ def _stage_changes(after: TableState, plan: StepPlan, limits: ReplicaLimits) -> 
 
 def stage_rows(
     after: TableState, limits: ReplicaLimits
-) -> tuple[list[PendingRow], list[ScheduledRow], int]:
-    """The rows to compute and the number of scheduled rows that have ended.
+) -> tuple[list[PendingRow], list[ScheduledRow], list[Row]]:
+    """The rows to compute, and the scheduled rows that have ended.
 
     block_ids of a row is its live table: right once the growth is committed. Raises
     InvalidPlanError.
     """
     pending: list[PendingRow] = []
     scheduled: list[ScheduledRow] = []
+    wasted: list[Row] = []
     written: set[int] = set()
-    num_wasted = total = num_blocks_written = 0
+    total = num_blocks_written = 0
     block_size = limits.block_size
     for slot, num_tokens in after.schedule.items():
         row = after.table[slot]
         if row.ended is not None:
-            num_wasted += 1
+            wasted.append(row)
             continue
         start = row.num_computed
         end = start + num_tokens
@@ -360,4 +361,4 @@ def stage_rows(
         raise InvalidPlanError(f"{total} tokens planned, {limits.max_num_batched_tokens} allowed")
     if len(written) != num_blocks_written:
         raise InvalidPlanError("two rows write to the same block")
-    return pending, scheduled, num_wasted
+    return pending, scheduled, wasted

@@ -154,7 +154,7 @@ class FakeRow:
     blocks: list[int]
     num_computed: int
     num_emitted: int
-    ended: bool = False
+    ended: FinishReason | None = None
     chain: list[int] = field(default_factory=list)
 
     def extend_chain(self) -> None:
@@ -210,7 +210,8 @@ class FakeWorker:
     def cancel(self, request_id: RequestId) -> None:
         """The gateway tells the worker that a client is gone; the row ends at once."""
         for row in self.slots.values():
-            row.ended |= row.admit.request_id == request_id
+            if row.admit.request_id == request_id:
+                row.ended = row.ended or FinishReason.CANCELLED
 
     def next_result(
         self, *, now_ns: int = 0, fail: bool = False, num_done: int | None = None
@@ -322,8 +323,10 @@ class FakeWorker:
         num_wasted = 0
         for slot, count in sorted(self._rows.items()):
             row = self.slots[slot]
-            if row.ended:
+            if row.ended is not None:
                 num_wasted += 1
+                if row.ended is FinishReason.CANCELLED:
+                    finished.append((slot, row.ended))
                 continue
             self._write_kv(row, count, written)
             if row.num_computed < len(row.tokens):
@@ -331,7 +334,7 @@ class FakeWorker:
             reason = self._sample(row)
             sampled.append((slot, row.tokens[-1]))
             if reason is not None:
-                row.ended = True
+                row.ended = reason
                 finished.append((slot, reason))
             self._emit(row, reason)
         self.num_wasted_rows += num_wasted

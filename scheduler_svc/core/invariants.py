@@ -100,7 +100,8 @@ def _check_worker(worker: WorkerState) -> None:
         for block in request.blocks[int(rows.num_confirmed[slot]) // size :]:
             assert not worker.pool.is_shared(block), "a shared block may be written"
         assert num_computed <= rows.room[slot], "computed past the table"
-        assert rows.num_confirmed[slot] <= num_computed < num_tokens
+        num_coming = sum(flight.num_tokens_of(request) for flight in worker.in_flight)
+        assert rows.num_confirmed[slot] + num_coming == num_computed < num_tokens
         assert len(request.token_ids) <= num_tokens <= request.max_total_tokens
         # Room for what has been computed and at most the next block.
         needed = max(num_computed, len(request.token_ids))

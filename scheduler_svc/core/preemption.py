@@ -91,8 +91,8 @@ class Preemptions:
     def _swappable(self, worker: WorkerState, request: Request) -> tuple[int, int, int]:
         """Tokens whose KV a swap would keep, and which blocks of the table would be copied.
 
-        None of them where the request has nothing left to plan, where a step has returned without
-        the row, or where the worker would have to repeat tokens for their logprobs.
+        None of them where the request has nothing left to plan, or where the worker would have to
+        repeat tokens for their logprobs.
         """
         rows, slot = worker.rows, request.slot
         num_computed = int(rows.num_computed[slot])
@@ -100,9 +100,7 @@ class Preemptions:
         unscored = num_computed
         if request.sampling.num_logprobs is not None and rows.is_unsampled(slot):
             unscored = request.num_unscored(worker.session)
-        num_coming = sum(flight.num_tokens_of(request) for flight in worker.in_flight)
-        is_whole = int(rows.num_confirmed[slot]) + num_coming == num_computed
-        if rows.num_tokens[slot] >= rows.limit[slot] or unscored < num_computed or not is_whole:
+        if rows.num_tokens[slot] >= rows.limit[slot] or unscored < num_computed:
             return num_computed, first, first
         return num_computed, first, max(first, worker.blocks_for(num_computed))
 

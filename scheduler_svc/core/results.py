@@ -61,7 +61,7 @@ class ResultBook:
         elif not flight.special:
             # Of chunks, nobody says how many tokens the skipped ones had.
             worker.cost.observe(flight.num_tokens - event.num_wasted_rows, event.step_us)
-        given = _Given(tokens=event.token_ids, finished=dict(event.finished), chunks_are_whole=True)
+        given = _Given(tokens=event.token_ids, finished=dict(event.finished))
         rest = {*flight.special, *flight.gone}
         if event.slots != batch.slot_ids:
             by_slot: dict[int, int] = dict(zip(event.slots, event.token_ids, strict=True))
@@ -70,8 +70,6 @@ class ResultBook:
                 rest.update(row for row, token in enumerate(given.tokens) if token is None)
         if given.finished:
             rest.update(row for row, slot in enumerate(batch.slot_ids) if slot in given.finished)
-        if event.num_wasted_rows:
-            given.chunks_are_whole = _chunks_are_whole(flight, given, event.num_wasted_rows)
         self._book_decodes(worker, batch, given.tokens, rest)
         for row in sorted(rest):
             self._book_row(worker, flight, given, row, now_ns)
@@ -123,7 +121,8 @@ class ResultBook:
             if is_running:
                 # Not by a token that was on its way when the request lost its blocks.
                 request.end_set_back(now_ns)
-        is_whole = token_id is not None if samples else reason is None and given.chunks_are_whole
+        # A row that the worker has left out is named as ended, here or in an earlier result.
+        is_whole = token_id is not None if samples else reason is None
         if not is_running:
             self._row_returned(request, is_whole)
         elif is_whole:
@@ -149,18 +148,3 @@ class _Given:
 
     tokens: Sequence[int | None]
     finished: Mapping[int, FinishReason]
-    chunks_are_whole: bool
-
-
-def _chunks_are_whole(flight: StepInFlight, given: _Given, num_wasted_rows: int) -> bool:
-    """Whether every row that was not to sample has been computed.
-
-    A row that was ended on the worker is skipped before the core may know of its end. One that was
-    to sample shows it by giving no token. If there were more, any chunk may have been skipped, and
-    its blocks must not be shared.
-    """
-    num_silent = sum(
-        token is None and flight.special.get(row, DECODE).samples and slot not in given.finished
-        for row, (slot, token) in enumerate(zip(flight.batch.slot_ids, given.tokens, strict=True))
-    )
-    return num_wasted_rows <= num_silent

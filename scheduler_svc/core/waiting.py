@@ -103,7 +103,8 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Takes a request out."""
-        assert self._requests.pop(request.rank) is request
+        held = self._requests.pop(request.rank)
+        assert held is request, "another request waits under its rank"
         lane = self._lane_of(request)
         del lane[bisect_left(lane, request.rank)]
         if not lane:

@@ -185,6 +185,7 @@ async def test_a_cancel_ends_a_row_between_the_steps_of_a_plan(
     runner.gate.set()
     results = [(await bench.outcome()).result for _ in range(5)]
     assert [result.num_wasted_rows for result in results] == [0, 1, 1, 1, 1]
+    assert [list(result.finished_slots) for result in results] == [[], [0], [0], [0], [0]]
 
 
 async def test_a_cancel_while_a_step_runs_takes_effect_before_the_next(
@@ -200,7 +201,7 @@ async def test_a_cancel_while_a_step_runs_takes_effect_before_the_next(
     assert list((await bench.outcome()).result.slots) == [0, 1]
     second = (await bench.outcome()).result
     assert (list(second.slots), second.num_wasted_rows) == ([1], 1)
-    assert list(second.finished_slots) == []
+    assert list(second.finished_slots) == [0]
     finishes = bench.executor.snapshot().recent_finishes
     assert [finish.finish_reason for finish in finishes] == [FinishReason.CANCELLED]
 

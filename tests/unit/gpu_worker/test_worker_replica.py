@@ -174,7 +174,8 @@ def test_a_cancelled_row_is_wasted_until_it_is_released(
     after = applied(replica, script.plan(schedule=[(0, 1), (1, 1)]))
     assert ([row.slot for row in after.rows], after.num_wasted_rows) == ([1], 1)
     done = replica.complete(StepOutput(token_ids=(44,)))
-    assert (done.slots, done.finished_slots) == ([1], [])
+    assert (done.slots, done.finished_slots) == ([1], [0])
+    assert done.finish_reasons == [FinishReason.CANCELLED]
     after = applied(replica, script.plan(releases=[0]))
     assert after.num_wasted_rows == 0
 

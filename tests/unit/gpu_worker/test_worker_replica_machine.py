@@ -156,10 +156,10 @@ class ReplicaMachine(RuleBasedStateMachine):
             growth=self.change.growth,
             schedule=changed,
         )
-        unseen = {
-            admit.slot: FinishReason.CANCELLED
-            for admit in self.change.admits
-            if self.rows[admit.slot].ended is not None
+        left_out = {
+            slot: FinishReason.CANCELLED
+            for slot in wanted
+            if self.rows[slot].ended is FinishReason.CANCELLED
         }
         self.change = Change()
         self.scheduled = wanted
@@ -173,7 +173,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         expected = self.advance(applied, sampled)
         ended = {slot: row.ended for slot, row in expected.items() if row.ended is not None}
         given = dict(zip(done.finished_slots, done.finish_reasons, strict=True))
-        assert given == unseen | ended
+        assert given == left_out | ended
         self.check_batches(done.batches, expected)
 
     def output(self, applied: AppliedPlan, sampled: list[int]) -> StepOutput:

@@ -122,19 +122,37 @@ def test_a_cancel_while_preempted_or_of_an_unknown_request() -> None:
     c.assert_idle()
 
 
-def test_a_row_ended_on_the_worker_before_the_core_knows_is_answered_and_not_shared() -> None:
-    """Results without the row overtake the cancel; the KV of its later chunks is not there."""
+def test_a_row_ended_on_the_worker_before_the_core_knows_ends_and_is_not_shared() -> None:
+    """Results overtake the cancel and name the row; the KV of its later chunks is not there."""
     c = cluster()
     worker = c.begin(max_num_batched_tokens=8)
     c.arrive(make_request("a", prompt=24, family=1, max_tokens=4))
     c.step()
     worker.cancel(RequestId(b"a"))
-    c.steps(2)
-    assert (c.finish("a").reason, c.finish("a").notify) == (FinishReason.ERROR, True)
+    c.step()
+    assert (c.finish("a").reason, c.finish("a").notify) == (FinishReason.CANCELLED, False)
     c.arrive(make_request("b", prompt=24, family=1, max_tokens=2))
     c.run()
     assert c.finish("b").num_cached_tokens == 8
     assert c.end("b") is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_chunk_beside_one_that_was_left_out_counts_as_computed(depth: int) -> None:
+    """A client that leaves costs the requests beside it nothing of their prefix cache."""
+    c = cluster(depth, prefill_chunk_tokens=8)
+    worker = c.begin(max_num_batched_tokens=16)
+    c.arrive_together(
+        make_request("a", prompt=40, family=1, max_tokens=4),
+        make_request("gone", prompt=40, family=2, max_tokens=40),
+    )
+    c.steps(2)
+    worker.cancel(RequestId(b"gone"))
+    c.run(until=lambda: c.end("a") is not None)
+    c.arrive(make_request("b", prompt=40, family=1, max_tokens=2))
+    c.run(until=lambda: c.end("b") is not None)
+    assert c.finish("gone").reason is FinishReason.CANCELLED
+    assert c.finish("b").num_cached_tokens == 36
 
 
 def test_a_request_that_fails_on_the_worker_is_not_shared() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler_svc.core.lifecycle import RequestState
 from scheduler_svc.core.ready import Explanation, Preemption
-from scheduler_svc.core.types import PreemptionMode, RequestId, WorkerId
+from scheduler_svc.core.types import FinishReason, PreemptionMode, RequestId, WorkerId
 from tests.builders import expected_output, make_core, make_request
 from tests.cluster import Cluster
 
@@ -157,26 +157,16 @@ def test_it_is_seated_only_after_the_copy_back_is_done() -> None:
     assert_all_end_well(c)
 
 
-def test_a_chunk_that_was_left_out_makes_the_swap_void() -> None:
-    """A client is gone: the worker knows it and skips the row, the core still counts on it."""
+def test_a_client_that_left_ends_its_swapped_request() -> None:
+    """The worker knows it before the core and leaves out a chunk that is under way."""
     c = cluster(depth=2, prefill_chunk_tokens=2, worker={"num_blocks": 8})
     crowd(c, "first", prompt=3, max_tokens=20)
     crowd(c, "second", prompt=24, max_tokens=2)
     assert step_until_preempted(c).mode is PreemptionMode.SWAP
     c.workers[WorkerId("w")].cancel(RequestId(b"second"))
-    c.run(until=lambda: explain(c, "second").state is not RequestState.SWAPPED)
-    assert c.core.stats.num_swaps_void == 1
-    assert_all_end_well(c)
-
-
-def test_a_chunk_that_was_left_out_before_is_no_part_of_a_swap() -> None:
-    c = cluster(prefill_chunk_tokens=2, worker={"num_blocks": 8})
-    crowd(c, "first", prompt=3, max_tokens=20)
-    crowd(c, "second", prompt=24, max_tokens=2)
-    c.steps(2)
-    c.workers[WorkerId("w")].cancel(RequestId(b"second"))
-    assert step_until_preempted(c).mode is PreemptionMode.RECOMPUTE
-    assert_all_end_well(c)
+    c.run(until=lambda: explain(c, "second").finish is not None)
+    assert c.finish("second").reason is FinishReason.CANCELLED
+    assert_all_end_well_but(c, "second")
 
 
 def test_a_failed_step_makes_void_what_it_did_not_name() -> None:

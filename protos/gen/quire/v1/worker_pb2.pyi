@@ -735,7 +735,7 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def finished_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rows that ended in this step."""
+        """Rows that ended in this step, and planned ones left out because their clients are gone."""
 
     @_builtins.property
     def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.FinishReason.ValueType]:
