@@ -18,6 +18,7 @@ from scheduler_svc.core.types import (
     WorkerCapacity,
     WorkerId,
 )
+from scheduler_svc.core.value import value
 
 
 class Clock(Protocol):
@@ -75,7 +76,7 @@ class Notice:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Queue entries to acknowledge and delete, with the notice that goes with them."""
 
@@ -174,7 +175,7 @@ class FaultReport:
     digest_mismatch: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What a step gave."""
 

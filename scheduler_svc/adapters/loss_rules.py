@@ -12,6 +12,7 @@ to MAX_PATIENCE, so that it gets through instead of being lost over and over.
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler_svc.core.types import CostProfile
 
@@ -23,8 +24,7 @@ PAUSE_NS = 500_000_000
 _NEW_SHARE = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(NamedTuple):
     step: int
     num_tokens: int
     at_ns: int

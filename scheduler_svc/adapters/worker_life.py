@@ -85,16 +85,16 @@ class WorkerLife:
             return None
         if not self._unreturned or report.step != self.last_result_step + 1:
             raise LinkError(f"result of step {report.step} follows {self.last_result_step}")
-        fault = next((f for f in report.faults if f.scope is not FaultScope.REQUEST), None)
-        if fault is not None:
-            return StepFailed(
-                now_ns=now_ns,
-                worker_id=self._worker_id,
-                step=report.step,
-                scope=fault.scope,
-                reason=f"{fault.code}: {fault.message}",
-                operations_done=report.operations_done,
-            )
+        for fault in report.faults:
+            if fault.scope is not FaultScope.REQUEST:
+                return StepFailed(
+                    now_ns=now_ns,
+                    worker_id=self._worker_id,
+                    step=report.step,
+                    scope=fault.scope,
+                    reason=f"{fault.code}: {fault.message}",
+                    operations_done=report.operations_done,
+                )
         return StepCompleted(
             now_ns=now_ns,
             worker_id=self._worker_id,

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.types import PrefixStop
+from scheduler_svc.core.value import value
 
 MAX_OVERTAKES = 4096
 
@@ -33,7 +34,7 @@ class Wait(enum.IntEnum):
     SWAPPED = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class Account:
     """What has become of a request's time.
 
@@ -57,7 +58,8 @@ class WaitBook:
 
     reason: Wait | None = None
     since_ns: int = 0
-    waited: list[int] = field(default_factory=lambda: [0] * len(Wait))
+    # Only reasons for which it has waited.
+    waited: dict[Wait, int] = field(default_factory=dict)
 
     def turn_to(self, reason: Wait | None, now_ns: int, overtaken_ns: int | None = None) -> None:
         """From now on it waits for `reason`, or no longer.
@@ -66,26 +68,28 @@ class WaitBook:
         """
         if reason is self.reason:
             return
-        self._close(now_ns, overtaken_ns)
+        if self.reason is not None:
+            self._close(self.reason, now_ns, overtaken_ns)
         self.reason, self.since_ns = reason, now_ns
 
     def until(self, now_ns: int, overtaken_ns: int | None = None) -> tuple[tuple[Wait, int], ...]:
         """All waiting up to now, by reason."""
-        self._close(now_ns, overtaken_ns)
-        if not any(self.waited):
-            return ()
-        return tuple((wait, self.waited[wait]) for wait in Wait if self.waited[wait])
+        if self.reason is not None:
+            self._close(self.reason, now_ns, overtaken_ns)
+        return tuple(sorted(self.waited.items()))
 
-    def _close(self, now_ns: int, overtaken_ns: int | None) -> None:
+    def _close(self, reason: Wait, now_ns: int, overtaken_ns: int | None) -> None:
         """Books the stretch that ends now."""
-        if self.reason is None:
-            return
         begin_ns, end_ns = self.since_ns, now_ns
-        if self.reason is Wait.TURN and overtaken_ns is not None and overtaken_ns < now_ns:
+        if reason is Wait.TURN and overtaken_ns is not None and overtaken_ns < now_ns:
             end_ns = max(begin_ns, overtaken_ns)
-            self.waited[Wait.FAIRNESS] += now_ns - end_ns
-        self.waited[self.reason] += end_ns - begin_ns
+            self._book(Wait.FAIRNESS, now_ns - end_ns)
+        self._book(reason, end_ns - begin_ns)
         self.since_ns = now_ns
+
+    def _book(self, reason: Wait, duration_ns: int) -> None:
+        if duration_ns:
+            self.waited[reason] = self.waited.get(reason, 0) + duration_ns
 
 
 class Overtakes:

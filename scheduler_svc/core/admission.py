@@ -14,8 +14,7 @@ Rules:
   may still deliver is told apart from the repeat.
 """
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_svc.core import fork, planner, policy
@@ -44,8 +43,10 @@ class _Fill:
     worker: WorkerState
     budget: StepBudget
     now_ns: int
+    # Requests that may be admitted at most.
+    most: int
     # Looked at and not admitted, by tenant.
-    left: Counter[Tenant] = field(default_factory=Counter)
+    left: dict[Tenant, int] = field(default_factory=dict)
     num_left: int = 0
     admitted: list[Request] = field(default_factory=list)
     # Looked at and did not fit anywhere.
@@ -84,13 +85,18 @@ class Admission:
         # Whether stranded_since_ns may be set in a waiting request.
         self._some_stranded = False
 
-    def eligible(self, request: Request) -> list[WorkerState]:
-        """Workers that could run the request and whose tokens its gateway reads."""
+    def eligible(self, request: Request, *, draining: bool = True) -> list[WorkerState]:
+        """Workers that could run the request and whose tokens its gateway reads.
+
+        With those that are draining, or without.
+        """
+        num_tokens, gateway_id = request.max_total_tokens, request.gateway_id
         return [
             worker
             for worker in self._workers.values()
-            if request.max_total_tokens <= worker.max_request_tokens
-            and request.gateway_id in worker.gateway_ids
+            if num_tokens <= worker.max_request_tokens
+            and gateway_id in worker.gateway_ids
+            and (draining or not worker.draining)
         ]
 
     def is_barred(self, worker: WorkerState, request: Request) -> bool:
@@ -106,10 +112,12 @@ class Admission:
 
     def fill(self, worker: WorkerState, budget: StepBudget, now_ns: int) -> None:
         """Admits from the queue what belongs on this worker now."""
-        if worker.draining or not self._is_open(worker, budget, num_admitted=0):
+        most = 0 if worker.draining else self._most(worker)
+        if most == 0 or not self._is_open(worker, budget):
             return
-        emptiest = self._emptiest_but(worker) if len(self._waiting) > 1 else None
-        fill = _Fill(worker=worker, budget=budget, now_ns=now_ns, emptiest=emptiest)
+        several = len(self._waiting) > 1 and len(self._workers) > 1
+        emptiest = self._emptiest_but(worker) if several else None
+        fill = _Fill(worker=worker, budget=budget, now_ns=now_ns, most=most, emptiest=emptiest)
         for request in self._waiting.in_turn(fill.left):
             if not self._goes_on(fill, request):
                 break
@@ -127,8 +135,9 @@ class Admission:
         counter = request.tenant.counter
         return (
             fill.num_left < _MAX_SCAN
-            and self._is_open(fill.worker, fill.budget, len(fill.admitted))
             and fill.most_skips < max_skips
+            and len(fill.admitted) < fill.most
+            and self._is_open(fill.worker, fill.budget)
             and not (fill.worker.swap.swapped and self.is_barred(fill.worker, request))
             and (
                 not self._is_fair
@@ -138,7 +147,7 @@ class Admission:
 
     def _consider(self, fill: _Fill, request: Request, *, last_chance: bool = False) -> None:
         """Admits the request if it belongs on this worker now."""
-        workers = [w for w in self.eligible(request) if not w.draining]
+        workers = self.eligible(request, draining=False)
         if fill.worker not in workers:
             return
         if len(workers) > 1:
@@ -160,7 +169,7 @@ class Admission:
                 self._take(fill, request, placement)
                 return
         fill.num_left += 1
-        fill.left[request.tenant] += 1
+        fill.left[request.tenant] = fill.left.get(request.tenant, 0) + 1
         fill.least = min(fill.least, request.tenant.counter)
         request.waits.turn_to(reason, fill.now_ns, self.overtaken_ns(request))
 
@@ -185,17 +194,16 @@ class Admission:
         other = fill.emptiest
         if other in workers and planner.is_better(other, fill.worker, request, config):
             return None, Wait.TURN
-        changes = tuple(
-            (worker.session, worker.pool.num_released + worker.num_prompt_blocks)
-            for worker in workers
-        )
-        if request.had_no_room_at == changes:
+        if request.had_no_room_at is not None and request.had_no_room_at == _changes(workers):
             return None, Wait.BLOCKS
         placement = planner.find_placement(
             request, workers, config, self._sharing.match, fill.worker
         )
-        request.had_no_room_at = changes if placement is None else None
-        return placement, Wait.BLOCKS if placement is None else Wait.TURN
+        if placement is None:
+            request.had_no_room_at = _changes(workers)
+            return None, Wait.BLOCKS
+        request.had_no_room_at = None
+        return placement, Wait.TURN
 
     def _emptiest_but(self, worker: WorkerState) -> WorkerState | None:
         """So that of many that wait not each is matched with all workers, in the plan of each."""
@@ -277,26 +285,30 @@ class Admission:
             request.held_for = coming[-1]
         return held
 
-    def _is_open(self, worker: WorkerState, budget: StepBudget, num_admitted: int) -> bool:
-        """Whether one more request may be admitted into this step.
+    def _most(self, worker: WorkerState) -> int:
+        """How many requests may be admitted into this step at most."""
+        num_seats = planner.num_free_seats(worker, self._config)
+        if num_seats == 0:
+            return 0
+        return policy.max_admissions(
+            self._config.scheduling_policy,
+            num_seats=num_seats,
+            num_running=len(worker.running) + len(worker.swap.swapped),
+            static_batch_size=self._config.static_batch_size,
+        )
+
+    def _is_open(self, worker: WorkerState, budget: StepBudget) -> bool:
+        """Whether there are tokens and blocks for one more request in this step.
 
         A static batch is admitted whole; what the step's budget does not hold starts later.
         """
-        static = self._config.scheduling_policy == "static"
-        return (
-            (static or budget.num_tokens > 0)
-            and planner.has_room(worker, self._config)
-            and policy.may_admit(
-                self._config.scheduling_policy,
-                num_running=len(worker.running) + len(worker.swap.swapped),
-                num_admitted=num_admitted,
-                static_batch_size=self._config.static_batch_size,
-            )
-        )
+        has_tokens = budget.num_tokens > 0 or self._config.scheduling_policy == "static"
+        return has_tokens and worker.pool.num_free > planner.watermark(worker, self._config)
 
     def _admit(self, request: Request, placement: Placement, now_ns: int) -> None:
         worker, num_cached = placement.worker, placement.num_cached
-        worker.pool.share(placement.shared)
+        if placement.shared:
+            worker.pool.share(placement.shared)
         fresh = worker.pool.allocate(placement.num_new)
         assert fresh is not None, "placement counted blocks that are not there"
         request.num_published = num_cached // worker.capacity.block_size
@@ -333,10 +345,11 @@ class Admission:
         now_ns: int,
     ) -> None:
         """Brings a request into a slot with a table whose blocks hold so many of its tokens."""
-        request.waits.turn_to(None, now_ns, self.overtaken_ns(request))
+        request.waits.turn_to(None, now_ns, self.overtaken_ns(request) if self._is_fair else None)
         generation = worker.occupy(request, blocks, num_computed)
-        if num_computed // worker.capacity.block_size > request.num_published:
-            self._sharing.publish(worker, (request,))
+        num_full = num_computed // worker.capacity.block_size
+        if num_full > request.num_published:
+            self._sharing.publish(worker, (request,), (num_full,))
         self._sharing.announce(request, worker)
         emit_from = _begin_emission(request, worker)
         request.move(Move.ADMIT)
@@ -403,12 +416,18 @@ class Admission:
         return max(self._stranded_check_at_ns, now_ns + 1)
 
 
+def _changes(workers: Sequence[WorkerState]) -> tuple[tuple[int, int], ...]:
+    """What has to change for a request that has no room on these workers to have some."""
+    return tuple([(w.session, w.pool.num_released + w.num_prompt_blocks) for w in workers])
+
+
 def _begin_emission(request: Request, worker: WorkerState) -> int:
     """Output position the worker emits from; raises the attempt on a move between sessions."""
-    request.emit_from = request.emission_start(worker.session)
-    if request.emitted_by not in (None, worker.session):
-        request.attempt += 1
-        request.num_moves += 1
+    if request.emitted_by is not None:
+        request.emit_from = request.emission_start(worker.session)
+        if request.emitted_by != worker.session:
+            request.attempt += 1
+            request.num_moves += 1
     request.emitted_by = worker.session
     request.num_known_at_admission = len(request.token_ids)
     return request.emit_from

@@ -1,4 +1,4 @@
-"""The block pool of one worker: reference counts, prefix index, least-recently-used free list.
+"""The block pool of one worker: reference counts, prefix index, free blocks by their last use.
 
 Invariants: a block is free (count 0), owned by requests or, if all its owners are operations that
 copy it to or from host memory, waiting for them; a free block that is in the index is cached and
@@ -11,17 +11,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 from scheduler_svc.core.types import BlockHash, BlockId, PrefixStop
 
-
-class CachedBlock(NamedTuple):
-    """What the index knows of a block."""
-
-    name: BlockHash
-    parent: BlockHash
-    tokens: bytes
+# What the index knows of a block: its name, its parent's, its tokens. A plain tuple, since a
+# sixteenth of all rows fill one in each step and a class of its own costs a call.
+CachedBlock = tuple[BlockHash, BlockHash, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +40,9 @@ class BlockPool:
         self._counts = [0] * num_blocks
         # Of the owners those that are operations, for blocks that have any.
         self._held: dict[BlockId, int] = {}
-        self._free: OrderedDict[BlockId, None] = OrderedDict(
-            (BlockId(i), None) for i in range(num_blocks)
-        )
+        # Free blocks that are not cached, the next one last; and cached ones, the oldest first.
+        self._blank = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
+        self._kept: OrderedDict[BlockId, None] = OrderedDict()
         self._index: dict[BlockHash, BlockId] = {}
         self._cached: dict[BlockId, CachedBlock] = {}
         self._evicted: dict[BlockHash, None] = {}
@@ -55,12 +50,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated, cached ones included."""
-        return len(self._free)
+        return len(self._blank) + len(self._kept)
 
     @property
     def num_used(self) -> int:
         """Blocks that requests own."""
-        return self.num_blocks - len(self._free) - self.num_waiting
+        return self.num_blocks - self.num_free - self.num_waiting
 
     @property
     def num_waiting(self) -> int:
@@ -76,15 +71,18 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """Takes `count` blocks, evicting the oldest; None, unchanged, if too few are free."""
-        if count > len(self._free):
+        blank, kept, counts = self._blank, self._kept, self._counts
+        if count > len(blank) + len(kept):
             return None
-        free, counts, cached = self._free, self._counts, self._cached
-        taken = [free.popitem(last=False)[0] for _ in range(count)]
+        first = max(0, len(blank) - count)
+        taken = blank[first:]
+        taken.reverse()
+        del blank[first:]
+        while len(taken) < count:
+            taken.append(self._evict())
         for block in taken:
             assert counts[block] == 0, f"free block {block} has owners"
             counts[block] = 1
-            if block in cached:
-                self._evict(block)
         return taken
 
     def match(
@@ -102,8 +100,8 @@ class BlockPool:
             if block is None:
                 stop = PrefixStop.EVICTED if name in self._evicted else PrefixStop.COLD
                 break
-            known = self._cached[block]
-            if known.parent != parent or known.tokens != tokens_of(index):
+            _, known_parent, known_tokens = self._cached[block]
+            if known_parent != parent or known_tokens != tokens_of(index):
                 stop = PrefixStop.COLLISION
                 break
             found.append(block)
@@ -119,7 +117,7 @@ class BlockPool:
         for block in blocks:
             if self._counts[block] == 0:
                 assert block in self._cached, f"block {block} is neither owned nor cached"
-                del self._free[block]
+                del self._kept[block]
             self._counts[block] += 1
 
     def is_shared(self, block: BlockId) -> bool:
@@ -128,14 +126,18 @@ class BlockPool:
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Takes an owner from each block. Tails of a chain will be evicted before its head."""
+        counts, cached = self._counts, self._cached
         self.num_released += len(blocks)
         for block in reversed(blocks):
-            assert self._counts[block] > 0, f"block {block} is freed twice"
-            self._counts[block] -= 1
-            if self._counts[block] == 0:
-                self._free[block] = None
-                if block not in self._cached:
-                    self._free.move_to_end(block, last=False)
+            left = counts[block] - 1
+            assert left >= 0, f"block {block} is freed twice"
+            counts[block] = left
+            if left:
+                continue
+            if block in cached:
+                self._kept[block] = None
+            else:
+                self._blank.append(block)
 
     def num_shared(self, blocks: Sequence[BlockId]) -> int:
         """How many of the first are cached and have other owners, so that they can be found again.
@@ -165,16 +167,19 @@ class BlockPool:
         for block, entry in filled:
             assert counts[block] > 0, f"block {block} is published without an owner"
             assert block not in cached, f"block {block} is published twice"
-            if entry.name not in index:
-                index[entry.name] = block
+            if entry[0] not in index:
+                index[entry[0]] = block
                 cached[block] = entry
 
-    def _evict(self, block: BlockId) -> None:
-        known = self._cached.pop(block)
-        del self._index[known.name]
-        self._evicted[known.name] = None
+    def _evict(self) -> BlockId:
+        """Takes the cached block that has been free longest out of the index."""
+        block, _ = self._kept.popitem(last=False)
+        name, _, _ = self._cached.pop(block)
+        del self._index[name]
+        self._evicted[name] = None
         if len(self._evicted) > self.num_blocks:
             del self._evicted[next(iter(self._evicted))]
+        return block
 
     def check(
         self, owned: Iterable[Sequence[BlockId]], held: Iterable[Sequence[BlockId]] = ()
@@ -189,6 +194,8 @@ class BlockPool:
             for block in table:
                 counts[block] += 1
         assert counts == self._counts, "reference counts differ from the block tables"
-        free = {block for block in range(self.num_blocks) if counts[block] == 0}
-        assert free == set(self._free), "free list differs from the counts"
-        assert {known.name: block for block, known in self._cached.items()} == self._index
+        free = [block for block in range(self.num_blocks) if counts[block] == 0]
+        assert free == sorted([*self._blank, *self._kept]), "free blocks differ from the counts"
+        assert all(block in self._cached for block in self._kept), "a block that is kept is blank"
+        assert not any(block in self._cached for block in self._blank), "a blank block is cached"
+        assert {name: block for block, (name, _, _) in self._cached.items()} == self._index

@@ -38,6 +38,8 @@ class Deadlines:
 
     def pop_due(self, now_ns: int) -> Request | None:
         """A request whose deadline has come, or None."""
+        if not self._heap or self._heap[0][0] > now_ns:
+            return None  # mostly: no look at who has ended
         next_ns = self.next_ns()
         if next_ns is None or next_ns > now_ns:
             return None

@@ -46,11 +46,20 @@ def mix_columns(row_keys: Digests, indexes: Digests, blocks: Digests) -> Digests
 
 def table_sum(slot: int, generation: int, first_index: int, blocks: Sequence[int]) -> int:
     """Sum of the entries of one table from first_index on, group 0, mod 2^64."""
+    return row_sum(row_key(slot, generation), first_index, blocks)
+
+
+def row_sum(key: int, first_index: int, blocks: Sequence[int]) -> int:
+    """`table_sum` for a slot whose row_key is known."""
     if len(blocks) <= _FEW:
-        entries = enumerate(blocks, start=first_index)
-        return sum(mix(slot, generation, 0, index, block) for index, block in entries) & _MASK
+        total = 0
+        for index, block in enumerate(blocks, start=first_index):
+            value = (key ^ index * _INDEX ^ block * _BLOCK) & _MASK
+            value = ((value ^ value >> 32) * _INDEX) & _MASK
+            total += value ^ value >> 32
+        return total & _MASK
     mixed = mix_columns(
-        np.full(len(blocks), row_key(slot, generation), np.uint64),
+        np.full(len(blocks), key, np.uint64),
         np.arange(first_index, first_index + len(blocks), dtype=np.uint64),
         np.fromiter(blocks, np.uint64),
     )

@@ -13,6 +13,7 @@ from scheduler_svc.core.types import (
     WorkerCapacity,
     WorkerId,
 )
+from scheduler_svc.core.value import value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +24,14 @@ class BecameLeader:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time has passed."""
 
     now_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class RequestArrived:
     """An entry of the queue. A known id with a higher attempt supersedes; else it is dropped.
 
@@ -58,7 +59,7 @@ class RequestArrived:
     sample_group: bytes = b""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class RequestCancelled:
     """The client is gone. Unknown ids are ignored."""
 
@@ -115,7 +116,7 @@ class WorkerSubscribed:
     gateway_ids: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class StepCompleted:
     """Results of one step, in step order per worker. Columns of slots and sampled tokens.
 

@@ -7,18 +7,22 @@ from functools import cached_property
 from typing import NamedTuple
 
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.rows import Column
+from scheduler_svc.core.rows import Column, Rows
 from scheduler_svc.core.tenants import Tenant
 
 
 class Batch:
-    """The rows of a step, in the order of the plan. Steps with the same rows share one."""
+    """The rows of a step, in the order of the plan. Steps with the same rows share one.
 
-    def __init__(self, slots: Column, running: dict[int, Request]) -> None:
+    num_tokens holds the tokens of each row as a column by slot, 0 where there is no row.
+    """
+
+    def __init__(self, slots: Column, num_tokens: Column, rows: Rows) -> None:
         self.slots = slots
+        self.num_tokens = num_tokens
         self.slot_ids: tuple[int, ...] = tuple(slots.tolist())
-        self.requests: list[Request] = [running[slot] for slot in self.slot_ids]
-        self.token_ids: list[array[int]] = [request.token_ids for request in self.requests]
+        self.requests: list[Request] = rows.requests[slots].tolist()
+        self.token_ids: list[array[int]] = rows.token_ids[slots].tolist()
 
     @cached_property
     def num_by_tenant(self) -> Counter[Tenant]:

@@ -79,6 +79,7 @@ def _check_worker(worker: WorkerState) -> None:
     assert steps == list(range(worker.last_step - len(steps) + 1, worker.last_step + 1))
     in_rank = sorted(worker.running.values(), key=lambda request: request.rank)
     assert worker.ranked == in_rank
+    assert worker._ranks == [request.rank for request in in_rank]
     rows = worker.rows
     pending = sum(max(0, rows.num_wanted(request.slot) - 1) for request in in_rank)
     assert worker.num_pending_prefill == pending
@@ -87,6 +88,8 @@ def _check_worker(worker: WorkerState) -> None:
     assert sorted(r.rank for g in worker.samples.values() for r in g) == [r.rank for r in samples]
     assert all(r in worker.samples[r.sample_group] for r in samples)
     assert worker.order.tolist() == [request.slot for request in in_rank]
+    num_left = [int(rows.limit[r.slot] - rows.num_tokens[r.slot]) for r in in_rank]
+    assert worker._num_open <= min(num_left, default=worker._num_open)
     for name, request in worker.coming.items():
         assert worker.running.get(request.slot) is request, "a block is coming from nobody"
         assert name in request.block_hashes[request.num_published :]
@@ -109,4 +112,4 @@ def _check_worker(worker: WorkerState) -> None:
         table = digest.table_sum(slot, int(rows.generation[slot]), 0, request.blocks)
         assert rows.digest[slot] == table
         total += table
-    assert digest.add(0, total) == worker._digest, "the digest differs from the tables"
+    assert digest.add(total, -worker._digest) == 0, "the digest differs from the tables"

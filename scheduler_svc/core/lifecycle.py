@@ -6,6 +6,9 @@ import enum
 class RequestState(enum.Enum):
     """Where a request stands."""
 
+    # Members are single objects; Enum's own hash, of their names, costs a call at each look-up.
+    __hash__ = object.__hash__
+
     WAITING = "waiting"
     RUNNING = "running"
     RETURNING = "returning"
@@ -28,6 +31,8 @@ MEANINGS = {
 
 class Move(enum.Enum):
     """What can happen to a request."""
+
+    __hash__ = object.__hash__  # as above
 
     ADMIT = "admit"
     YIELD = "lose its work, nothing in flight"

@@ -6,7 +6,7 @@ leaves, and no more than the decodes of the step may wait for. Nothing is admitt
 which running requests lacked blocks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler_svc.core import policy
@@ -16,6 +16,7 @@ from scheduler_svc.core.ready import StepPlan
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Column, column
 from scheduler_svc.core.types import BlockId, PrefixStop
+from scheduler_svc.core.value import value
 from scheduler_svc.core.worker_state import WorkerState
 
 
@@ -38,7 +39,7 @@ class StepBudget:
             self.num_chunks += count < wanted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where a waiting request would go: blocks to share and the number of new ones.
 
@@ -53,21 +54,6 @@ class Placement:
     stop: PrefixStop | None = None
     source: Request | None = None
     cost: int = 0
-
-
-def steps(
-    worker: WorkerState,
-    config: CoreConfig,
-    now_ns: int,
-    preempt: Callable[[WorkerState, Request], None],
-    fill: Callable[[WorkerState, StepBudget, bool], None],
-) -> Iterator[StepPlan]:
-    """The plans of all steps that the worker is to be given now; see plan_step."""
-    while worker.depth.may_plan(now_ns, worker.in_flight):
-        plan = plan_step(worker, config, now_ns, preempt, fill)
-        if plan is None:
-            return
-        yield plan
 
 
 def plan_step(
@@ -182,14 +168,15 @@ def find_placement(
     best: Placement | None = None
     most_cached = 0
     for worker in workers:
-        if not has_room(worker, config):
+        # That there is room on the one whose step is planned has been seen before.
+        if worker is not planning and not has_room(worker, config):
             continue
         found = match(request, worker)
-        cached = found.blocks
+        cached, pool = found.blocks, worker.pool
         num_cached = len(cached) * worker.capacity.block_size
         most_cached = max(most_cached, num_cached)
         num_new = worker.blocks_for(len(request.token_ids)) - len(cached)
-        spare = worker.pool.num_free - worker.pool.num_free_among(cached) - num_new
+        spare = pool.num_free - num_new - (pool.num_free_among(cached) if cached else 0)
         if spare < watermark(worker, config):
             continue
         cost = load(worker, len(request.token_ids) - num_cached)
@@ -229,15 +216,20 @@ def load(worker: WorkerState, num_uncached: int = 0) -> int:
 
 def has_room(worker: WorkerState, config: CoreConfig) -> bool:
     """Whether one more request, of one new block at least, may run on the worker."""
-    limit = min(worker.capacity.num_slots, config.max_num_seqs or worker.capacity.num_slots)
-    num_seats = len(worker.running) + worker.swap.num_coming_back
-    return num_seats < limit and worker.pool.num_free > watermark(worker, config)
+    return has_seat(worker, config) and worker.pool.num_free > watermark(worker, config)
 
 
 def has_seat(worker: WorkerState, config: CoreConfig) -> bool:
     """Whether there is a slot for one more request."""
-    limit = min(worker.capacity.num_slots, config.max_num_seqs or worker.capacity.num_slots)
-    return worker.num_seats < limit
+    return num_free_seats(worker, config) > 0
+
+
+def num_free_seats(worker: WorkerState, config: CoreConfig) -> int:
+    """Slots for more requests."""
+    limit = worker.capacity.num_slots
+    if config.max_num_seqs:
+        limit = min(limit, config.max_num_seqs)
+    return max(0, limit - len(worker.running) - worker.swap.num_coming_back)
 
 
 def fits(worker: WorkerState, config: CoreConfig, num_tokens: int) -> bool:

@@ -32,11 +32,11 @@ def rank(*, priority: int, arrived_ns: int, sequence: int, ageing_ns: int) -> Ra
     return arrived_ns + priority * ageing_ns, sequence
 
 
-def may_admit(policy: str, *, num_running: int, num_admitted: int, static_batch_size: int) -> bool:
-    """Whether a worker may take one more request into this step."""
+def max_admissions(policy: str, *, num_seats: int, num_running: int, static_batch_size: int) -> int:
+    """How many requests a worker with so many free slots may take into a step at most."""
     if policy == "static":
-        return num_running == num_admitted and num_admitted < static_batch_size
-    return True
+        return 0 if num_running else min(num_seats, static_batch_size)
+    return num_seats
 
 
 def may_lead(*, counter: float, least: float, max_lead: int) -> bool:

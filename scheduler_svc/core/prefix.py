@@ -6,13 +6,17 @@ processes and restarts, and one tenant can't probe another's prompts.
 """
 
 from array import array
+from functools import lru_cache
 from hashlib import blake2b
 
 from scheduler_svc.core.types import BlockHash
 
 HASH_BYTES = 16
+# Parents of first blocks that are remembered: tenants have few salts.
+_MAX_STARTS = 1024
 
 
+@lru_cache(maxsize=_MAX_STARTS)
 def chain_start(hash_key: bytes, cache_salt: bytes, hash_bytes: int = HASH_BYTES) -> BlockHash:
     """Parent of a request's first block. All names after it have its length."""
     key = blake2b(hash_key, digest_size=32).digest()

@@ -16,9 +16,10 @@ from scheduler_svc.core.types import (
     Slot,
     WorkerId,
 )
+from scheduler_svc.core.value import value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class Admit:
     """Brings a request into a slot; see quire.v1.Admit."""
 
@@ -65,7 +66,7 @@ class Preemption:
     num_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """A step of one worker as differences from its last one; see quire.v1.StepPlan.
 
@@ -125,7 +126,7 @@ def joined(steps: Sequence[StepPlan]) -> tuple[StepPlan, ...]:
     return tuple(plans)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class Finish:
     """A request has ended: acknowledge and delete its entry.
 
@@ -150,7 +151,7 @@ class Finish:
     account: Account
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class Ready:
     """Everything to do after a round of events, in this order:
 

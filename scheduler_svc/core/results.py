@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Protocol, cast
 
-import numpy as np
-
 from scheduler_svc.core.events import StepCompleted
 from scheduler_svc.core.flight import DECODE, Batch, StepInFlight
 from scheduler_svc.core.lifecycle import RequestState
@@ -78,27 +76,32 @@ class ResultBook:
         self, worker: WorkerState, batch: Batch, tokens: Sequence[int | None], rest: set[int]
     ) -> None:
         """All rows but `rest`: each has computed a token and sampled the next. No calls by row."""
-        slots, requests, lists = batch.slots, batch.requests, batch.token_ids
+        lists, by_slot = batch.token_ids, batch.num_tokens
         by_tenant = batch.num_by_tenant if self._charges and not rest else None
         if rest:
-            keeps = np.ones(len(slots), np.bool_)
-            keeps[list(rest)] = False
-            slots, kept = slots[keeps], keeps.tolist()
-            requests, lists = list(compress(requests, kept)), list(compress(lists, kept))
-            tokens = list(compress(tokens, kept))
+            rows, keeps = list(rest), [True] * len(lists)
+            for row in rows:
+                keeps[row] = False
+            by_slot = by_slot.copy()
+            by_slot[batch.slots[rows]] = 0
+            lists, tokens = list(compress(lists, keeps)), list(compress(tokens, keeps))
+            if self._charges:
+                requests = compress(batch.requests, keeps)
+                by_tenant = Counter(request.tenant for request in requests)
         # A loop without a turn of the interpreter: append(array, token) for each row.
         deque(map(array.append, lists, cast(Sequence[int], tokens)), maxlen=0)
         self._stats.num_generation_tokens += len(lists)
-        if self._charges:
-            by_tenant = by_tenant or Counter(request.tenant for request in requests)
-            for tenant, num_tokens in by_tenant.items():
-                tenant.charge(num_tokens)
-        confirmed = worker.rows.num_confirmed[slots]
-        confirmed += 1
-        worker.rows.num_confirmed[slots] = confirmed
-        full = slots[confirmed % worker.capacity.block_size == 0]
+        for tenant, num_tokens in (by_tenant or {}).items():
+            tenant.charge(num_tokens)
+        confirmed, size = worker.rows.num_confirmed, worker.capacity.block_size
+        confirmed += by_slot
+        is_full = confirmed % size == 0
+        if rest:
+            is_full &= by_slot > 0
+        full = batch.slots[is_full[batch.slots]]
         if len(full):
-            self._sharing.publish(worker, [worker.running[slot] for slot in full.tolist()])
+            full_requests = list(map(worker.running.__getitem__, full.tolist()))
+            self._sharing.publish(worker, full_requests, (confirmed[full] // size).tolist())
 
     def _book_row(
         self, worker: WorkerState, flight: StepInFlight, given: "_Given", row: int, now_ns: int
@@ -118,7 +121,7 @@ class ResultBook:
                 request.tenant.charge(1)
             if request.first_token_ns is None:
                 request.first_token_ns = now_ns
-            if is_running:
+            if is_running and request.set_back_since_ns is not None:
                 # Not by a token that was on its way when the request lost its blocks.
                 request.end_set_back(now_ns)
         # A row that the worker has left out is named as ended, here or in an earlier result.
@@ -126,11 +129,14 @@ class ResultBook:
         if not is_running:
             self._row_returned(request, is_whole)
         elif is_whole:
-            confirmed = int(worker.rows.num_confirmed[slot])
-            worker.rows.num_confirmed[slot] = confirmed + num_tokens
-            if confirmed < request.prompt_len:
-                self._stats.num_prompt_tokens += min(num_tokens, request.prompt_len - confirmed)
-            self._sharing.publish(worker, (request,))
+            before = int(worker.rows.num_confirmed[slot])
+            confirmed = before + num_tokens
+            worker.rows.num_confirmed[slot] = confirmed
+            if before < request.prompt_len:
+                self._stats.num_prompt_tokens += min(num_tokens, request.prompt_len - before)
+            num_full = confirmed // worker.capacity.block_size
+            if num_full > request.num_published:
+                self._sharing.publish(worker, (request,), (num_full,))
         if reason is not None:
             self._finish(request, reason)
         elif samples and token_id is None:

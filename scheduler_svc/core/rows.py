@@ -11,6 +11,7 @@ import numpy as np
 
 Column = np.ndarray[tuple[int], np.dtype[np.int64]]
 Digests = np.ndarray[tuple[int], np.dtype[np.uint64]]
+Objects = np.ndarray[tuple[int], np.dtype[np.object_]]
 
 
 def column(values: Iterable[int]) -> Column:
@@ -27,7 +28,7 @@ class Rows:
     num_tokens has reached limit (prompt and max_tokens). known is num_tokens at the admission: a
     row that is still there has no sample planned. room is how many tokens the block table holds,
     planned the tokens in the plan before, 0 for none; digest the sum over the block table, and key
-    what its entries have in common.
+    what its entries have in common. requests and token_ids are the requests and their known tokens.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -41,14 +42,21 @@ class Rows:
         self.generation: Column = np.zeros(num_slots, np.int64)
         self.key: Digests = np.zeros(num_slots, np.uint64)
         self.digest: Digests = np.zeros(num_slots, np.uint64)
+        self.requests: Objects = np.full(num_slots, None)
+        self.token_ids: Objects = np.full(num_slots, None)
 
-    def begin(self, slot: int, *, num_tokens: int, num_cached: int, limit: int) -> None:
-        """A request takes a slot: num_tokens are known, of which the cache gives num_cached."""
+    def begin(self, slot: int, *, num_tokens: int, num_cached: int, limit: int) -> int:
+        """A request takes a slot: num_tokens are known, of which the cache gives num_cached.
+
+        Returns the slot's generation.
+        """
         self.num_tokens[slot] = self.known[slot] = num_tokens
         self.num_computed[slot] = self.num_confirmed[slot] = num_cached
         self.limit[slot] = limit
         self.room[slot] = self.planned[slot] = self.digest[slot] = 0
-        self.generation[slot] += 1
+        generation = int(self.generation[slot]) + 1
+        self.generation[slot] = generation
+        return generation
 
     def num_wanted(self, slot: int) -> int:
         """Tokens left to plan; 0 once the last output token has been planned."""

@@ -145,14 +145,21 @@ class SchedulerCore:
                 pass
             case _ as never:
                 assert_never(never)
-        self._expire()
+        while (late := self._deadlines.pop_due(self._now_ns)) is not None:
+            self._expired(late)
 
     def take_ready(self) -> Ready:
         """Plans every worker that has room for a plan, and hands out all that is to be done."""
         self._hand_over_from_draining()
         steps: list[StepPlan] = []
         for worker in self._workers.values():
-            steps += planner.steps(worker, self.config, self._now_ns, self._preempt, self._fill)
+            while worker.depth.may_plan(self._now_ns, worker.in_flight):
+                plan = planner.plan_step(
+                    worker, self.config, self._now_ns, self._preempt, self._fill
+                )
+                if plan is None:
+                    break
+                steps.append(plan)
         self.stats.planned(steps)
         self._end_stranded()
         ready = Ready(
@@ -227,8 +234,11 @@ class SchedulerCore:
             self._reject_if_never_fits(request)
 
     def _reject_if_never_fits(self, request: Request) -> None:
-        workers = list(self._workers.values())
-        if not workers or any(worker.ever_fits(request) for worker in workers):
+        workers = self._workers.values()
+        for worker in workers:
+            if worker.ever_fits(request):
+                return
+        if not workers:
             return
         largest = max(workers, key=lambda worker: worker.pool.num_blocks)
         self._finish(
@@ -292,14 +302,9 @@ class SchedulerCore:
         self._num_total_tokens -= request.max_total_tokens
         self._tenants.ended(request.tenant)
 
-    def _expire(self) -> None:
-        while (request := self._deadlines.pop_due(self._now_ns)) is not None:
-            self._finish(
-                request,
-                FinishReason.DEADLINE,
-                notify=True,
-                message="the request's deadline has passed",
-            )
+    def _expired(self, request: Request) -> None:
+        message = "the request's deadline has passed"
+        self._finish(request, FinishReason.DEADLINE, notify=True, message=message)
 
     # Workers
 

@@ -43,14 +43,17 @@ class PrefixSharing:
         """Names after the num_cached blocks of blocks that running requests are about to fill."""
         if not worker.coming:
             return []
-        names = islice(request.block_hashes, num_cached, self._num_usable(request, worker))
-        return list(takewhile(worker.coming.__contains__, names))
+        num_usable, names = self._num_usable(request, worker), request.block_hashes
+        if num_cached >= num_usable or names[num_cached] not in worker.coming:
+            return []
+        usable = islice(names, num_cached, num_usable)
+        return list(takewhile(worker.coming.__contains__, usable))
 
     def announce(self, request: Request, worker: WorkerState) -> None:
         """The request, just admitted, will fill the blocks of its known tokens."""
         if self._enabled:
             self._name_blocks(request, worker.capacity.block_size)
-            for name in islice(request.block_hashes, request.num_published, None):
+            for name in request.block_hashes[request.num_published :]:
                 worker.coming.setdefault(name, request)
 
     def inherit(self, request: Request, source: Request, worker: WorkerState) -> None:
@@ -70,33 +73,39 @@ class PrefixSharing:
             num_usable = min(num_usable, request.num_unscored(worker.session) // size)
         return num_usable
 
-    def publish(self, worker: WorkerState, requests: Sequence[Request]) -> None:
-        """Puts blocks that are full and confirmed into the worker's index.
+    def publish(
+        self, worker: WorkerState, requests: Sequence[Request], num_full: Sequence[int]
+    ) -> None:
+        """Puts blocks that are full and confirmed, num_full of each request, into the index.
 
         Requests were named for the worker's block size when they were announced.
         """
         if not self._enabled:
             return
         size, coming, child = worker.capacity.block_size, worker.coming, prefix.child
-        num_full = worker.rows.num_confirmed[[request.slot for request in requests]] // size
         filled: list[tuple[BlockId, CachedBlock]] = []
-        for request, end in zip(requests, num_full.tolist(), strict=True):
+        for request, end in zip(requests, num_full, strict=True):
             names, tokens, blocks = request.block_hashes, request.token_ids, request.blocks
             for index in range(request.num_published, end):
                 parent = names[index - 1] if index else request.chain_start
                 content = tokens[index * size : (index + 1) * size].tobytes()
                 if index == len(names):
-                    names.append(child(parent, content))
+                    name = child(parent, content)
+                    names.append(name)
                 else:
-                    coming.pop(names[index], None)
+                    name = names[index]
+                    coming.pop(name, None)
                     worker.num_prompt_blocks += 1
-                filled.append((blocks[index], CachedBlock(names[index], parent, content)))
+                filled.append((blocks[index], (name, parent, content)))
             request.num_published = end
         worker.pool.publish(filled)
 
     def _name_blocks(self, request: Request, block_size: int) -> None:
         """Names all full blocks of known tokens. Workers may differ in block size."""
-        if request.hashed_block_size != block_size:
+        if request.hashed_block_size == block_size:
+            if (len(request.block_hashes) + 1) * block_size > len(request.token_ids):
+                return
+        else:
             request.block_hashes.clear()
             request.hashed_block_size = block_size
             request.chain_start = prefix.chain_start(

@@ -4,6 +4,8 @@ import enum
 from dataclasses import dataclass
 from typing import NewType
 
+from scheduler_svc.core.value import value
+
 RequestId = NewType("RequestId", bytes)
 WorkerId = NewType("WorkerId", str)
 BlockId = NewType("BlockId", int)
@@ -52,6 +54,9 @@ class PreemptionMode(enum.Enum):
 class PrefixStop(enum.Enum):
     """Why a look into the prefix cache found no more than it did."""
 
+    # Members are single objects; Enum's own hash, of their names, costs a call at each look-up.
+    __hash__ = object.__hash__
+
     END = "all that can be shared was there"
     COLD = "nothing of the kind was computed here lately"
     EVICTED = "it was there until its block was needed"
@@ -62,7 +67,7 @@ class PrefixStop(enum.Enum):
     OFF = "prefix caching is off"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:
     """How tokens are chosen. The core reads max_tokens and what of logprobs is wanted only.
 

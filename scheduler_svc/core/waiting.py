@@ -31,7 +31,7 @@ class WaitingQueue:
         """By rank. The queue must not change while it is walked."""
         lanes = list(self._lanes.values())
         ranks = merge(*lanes) if len(lanes) > 1 else iter(lanes[0] if lanes else ())
-        return (self._requests[rank] for rank in ranks)
+        return map(self._requests.__getitem__, ranks)
 
     def __contains__(self, request: Request) -> bool:
         return self._requests.get(request.rank) is request
@@ -47,7 +47,8 @@ class WaitingQueue:
 
     def place(self, request: Request) -> int:
         """How many requests of its lane are before it."""
-        return bisect_left(self._lane_of(request), request.rank)
+        key = None if self._tenants is None else request.tenant
+        return bisect_left(self._lanes[key], request.rank)
 
     def in_turn(self, left: Mapping[Tenant, int]) -> Iterator[Request]:
         """In the order in which requests are to be admitted. `left` counts those that were not.
@@ -56,9 +57,9 @@ class WaitingQueue:
         MAX_LEFT of it are left. The queue must not change while it is walked, nor any counter but
         that of the tenant whose request was given last.
         """
-        if self._tenants is None:
-            yield from self
-            return
+        return iter(self) if self._tenants is None else self._in_turn_of_tenants(left)
+
+    def _in_turn_of_tenants(self, left: Mapping[Tenant, int]) -> Iterator[Request]:
         turns = [(tenant.counter, lane[0], 0, tenant) for tenant, lane in self._by_tenant()]
         heapify(turns)
         while turns:
@@ -69,12 +70,6 @@ class WaitingQueue:
                 heapreplace(turns, (tenant.counter, lane[place], place, tenant))
             else:
                 heappop(turns)
-
-    def _key(self, request: Request) -> Tenant | None:
-        return None if self._tenants is None else request.tenant
-
-    def _lane_of(self, request: Request) -> list[Rank]:
-        return self._lanes[self._key(request)]
 
     def _by_tenant(self) -> Iterator[tuple[Tenant, list[Rank]]]:
         for tenant, lane in self._lanes.items():
@@ -88,15 +83,16 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Puts a request at the place of its rank."""
-        assert request.rank not in self._requests, "a request waits twice"
-        lane = self._lanes.get(self._key(request))
+        rank, gateway_id = request.rank, request.gateway_id
+        assert rank not in self._requests, "a request waits twice"
+        key = None if self._tenants is None else request.tenant
+        lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[self._key(request)] = []
+            lane = self._lanes[key] = []
             if self._tenants is not None:
                 self._tenants.lift(request.tenant)
-        insort(lane, request.rank)
-        self._requests[request.rank] = request
-        gateway_id = request.gateway_id
+        insort(lane, rank)
+        self._requests[rank] = request
         self._num_by_gateway[gateway_id] = self._num_by_gateway.get(gateway_id, 0) + 1
         longest = self._longest_by_gateway.get(gateway_id, 0)
         self._longest_by_gateway[gateway_id] = max(longest, request.max_total_tokens)
@@ -105,10 +101,11 @@ class WaitingQueue:
         """Takes a request out."""
         held = self._requests.pop(request.rank)
         assert held is request, "another request waits under its rank"
-        lane = self._lane_of(request)
+        key = None if self._tenants is None else request.tenant
+        lane = self._lanes[key]
         del lane[bisect_left(lane, request.rank)]
         if not lane:
-            del self._lanes[self._key(request)]
+            del self._lanes[key]
         num_left = self._num_by_gateway.pop(request.gateway_id) - 1
         if num_left:
             self._num_by_gateway[request.gateway_id] = num_left

@@ -6,20 +6,21 @@ worker), with a higher generation.
 """
 
 import heapq
-from bisect import bisect_left, insort
+from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from operator import attrgetter
+from typing import cast
 
 import numpy as np
 
 from scheduler_svc.core import digest
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.depth import Depth
-from scheduler_svc.core.flight import Batch, Special, StepInFlight
+from scheduler_svc.core.flight import DECODE, Batch, Special, StepInFlight
 from scheduler_svc.core.lifecycle import RequestState
 from scheduler_svc.core.ready import Admit, Operation, Preemption, StepPlan, WorkerView
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Rank, Request
 from scheduler_svc.core.rows import Column, Rows, column
 from scheduler_svc.core.step_cost import StepCost
 from scheduler_svc.core.swap import SwapSpace
@@ -34,7 +35,6 @@ from scheduler_svc.core.types import (
     WorkerId,
 )
 
-_by_rank = attrgetter("rank")
 _NOBODY = column(())
 
 
@@ -70,8 +70,10 @@ class WorkerState:
         self.running: dict[int, Request] = {}
         # Those of them that have other samples, by group, in the order of their admission.
         self.samples: dict[bytes, list[Request]] = {}
-        # The running requests, highest rank first.
+        # The running requests, highest rank first; their ranks and their slots.
         self.ranked: list[Request] = []
+        self._ranks: list[Rank] = []
+        self._ranked_slots = array("q")
         # Known tokens of running requests that no plan covers yet, beyond one each.
         self.num_pending_prefill = 0
         # The longest request, prompt and output, that could run alone to its last token. That
@@ -90,11 +92,14 @@ class WorkerState:
         self._free_slots = [Slot(i) for i in range(capacity.num_slots)]
         self.rows = Rows(capacity.num_slots)
         self._order: Column | None = None
+        # In so many plans no running request reaches its limit; 0 if that is not known.
+        self._num_open = 0
         # Running requests for which no plan since their admission samples a token.
         self._num_unsampled = 0
         # The rows of the plan before, and its decodes if it had nothing else.
-        self._batch = Batch(_NOBODY, {})
+        self._batch = Batch(_NOBODY, self.rows.planned.copy(), self.rows)
         self._last_decodes: Column | None = None
+        # Reduced mod 2^64 as a plan is taken.
         self._digest = 0
         self._reset = True
         self._releases: list[Slot] = []
@@ -137,32 +142,37 @@ class WorkerState:
         The blocks are its own or shared by it. A shared one that it would write into is replaced in
         `blocks`.
         """
-        slot, rows = heapq.heappop(self._free_slots), self.rows
-        first = num_cached // self.capacity.block_size
+        slot, rows, size = heapq.heappop(self._free_slots), self.rows, self.capacity.block_size
+        first = num_cached // size
         if first < len(blocks) and self.pool.is_shared(blocks[first]):
             self._copy_on_write(blocks, first)
-        rows.begin(
+        generation = rows.begin(
             slot,
             num_tokens=len(request.token_ids),
             num_cached=num_cached,
             limit=request.max_total_tokens,
         )
+        rows.requests[slot], rows.token_ids[slot] = request, request.token_ids
         request.slot = slot
         request.worker_id = self.worker_id
         request.blocks = blocks
         self.running[slot] = request
         if request.sample_group:
             self.samples.setdefault(request.sample_group, []).append(request)
-        insort(self.ranked, request, key=_by_rank)
+        place = bisect_left(self._ranks, request.rank)
+        self._ranks.insert(place, request.rank)
+        self.ranked.insert(place, request)
+        self._ranked_slots.insert(place, slot)
         self._order = None
-        self.num_pending_prefill += max(0, rows.num_wanted(slot) - 1)
+        # It is not at its limit, and at least its last token is not computed.
+        num_tokens = len(request.token_ids)
+        self._num_open = min(self._num_open, request.max_total_tokens - num_tokens)
+        self.num_pending_prefill += num_tokens - num_cached - 1
         self._num_unsampled += 1
-        generation = int(rows.generation[slot])
-        rows.key[slot] = digest.row_key(slot, generation)
-        rows.room[slot] = len(blocks) * self.capacity.block_size
-        amount = digest.table_sum(slot, generation, 0, blocks)
-        rows.digest[slot] = amount
-        self._digest = digest.add(self._digest, amount)
+        rows.key[slot] = key = digest.row_key(slot, generation)
+        rows.room[slot] = len(blocks) * size
+        rows.digest[slot] = amount = digest.row_sum(key, 0, blocks)
+        self._digest += amount
         return generation
 
     def _copy_on_write(self, blocks: list[BlockId], index: int) -> None:
@@ -199,18 +209,17 @@ class WorkerState:
 
     def grow(self, slots: Column, blocks: list[BlockId]) -> None:
         """Appends a block to the table of each of these slots."""
-        rows, size = self.rows, self.capacity.block_size
+        rows, size, running = self.rows, self.capacity.block_size, self.running
         room = rows.room[slots]
         amounts = digest.mix_columns(
-            rows.key[slots], (room // size).astype(np.uint64), np.fromiter(blocks, np.uint64)
+            rows.key[slots], (room // size).astype(np.uint64), np.array(blocks, np.uint64)
         )
         rows.room[slots] = room + size
         rows.digest[slots] += amounts
-        self._digest = digest.add(self._digest, int(np.add.reduce(amounts)))
-        running = self.running
-        for slot, block in zip(slots.tolist(), blocks, strict=True):
+        self._digest += sum(amounts.tolist())
+        for slot, block in zip(cast(list[Slot], slots.tolist()), blocks, strict=True):
             running[slot].blocks.append(block)
-            self._growth.append((Slot(slot), block))
+            self._growth.append((slot, block))
 
     def vacate(self, request: Request) -> None:
         """Frees slot and blocks at once; the next plan releases the slot on the worker.
@@ -224,11 +233,12 @@ class WorkerState:
             self.samples[request.sample_group].remove(request)
             if not self.samples[request.sample_group]:
                 del self.samples[request.sample_group]
-        del self.ranked[bisect_left(self.ranked, request.rank, key=_by_rank)]
+        place = bisect_left(self._ranks, request.rank)
+        del self._ranks[place], self.ranked[place], self._ranked_slots[place]
         self._order = None
         self.num_pending_prefill -= max(0, rows.num_wanted(slot) - 1)
         self._num_unsampled -= rows.is_unsampled(slot)
-        self._digest = digest.add(self._digest, -int(rows.digest[slot]))
+        self._digest -= int(rows.digest[slot])
         self.pool.release(request.blocks)
         heapq.heappush(self._free_slots, slot)
         rows.planned[slot] = 0
@@ -239,7 +249,9 @@ class WorkerState:
             for name in request.block_hashes[request.num_published :]:
                 if self.coming.get(name) is request:
                     del self.coming[name]
-        request.num_in_flight = sum(flight.leave(slot, request) for flight in self.in_flight)
+        request.num_in_flight = 0
+        for flight in self.in_flight:
+            request.num_in_flight += flight.leave(slot, request)
 
     def take_off(self, request: Request) -> None:
         """Frees all that a request holds here, in a slot or in host memory."""
@@ -253,7 +265,7 @@ class WorkerState:
         assert not self.running, "requests must leave before a reset"
         self._reset = True
         self.rows.planned[:] = 0
-        self._batch = Batch(_NOBODY, {})
+        self._batch = Batch(_NOBODY, self.rows.planned.copy(), self.rows)
         self._releases.clear()
         self._admits.clear()
         self._growth.clear()
@@ -267,18 +279,22 @@ class WorkerState:
     def order(self) -> Column:
         """Slots by the rank of their requests."""
         if self._order is None:
-            self._order = column([request.slot for request in self.ranked])
+            self._order = np.array(self._ranked_slots, np.int64)
         return self._order
 
     def to_plan(self) -> tuple[Column, list[Request]]:
         """By rank: slots with one token left to plan, and requests with more."""
         rows, order = self.rows, self.order
+        if self._num_open > 0 and self.num_pending_prefill == 0:
+            return order, []
         num_tokens = rows.num_tokens[order]
-        is_open = num_tokens < rows.limit[order]
+        num_left = rows.limit[order] - num_tokens
+        self._num_open = int(np.minimum.reduce(num_left)) if len(order) else 0
+        if self._num_open > 0 and self.num_pending_prefill == 0:
+            return order, []
+        is_open = num_left > 0
         is_decode = num_tokens - rows.num_computed[order] == 1
         is_decode &= is_open
-        if is_decode.all():
-            return order, []
         is_open &= ~is_decode
         return order[is_decode], [self.running[slot] for slot in order[is_open].tolist()]
 
@@ -294,6 +310,8 @@ class WorkerState:
         What changed since the last plan goes with it.
         """
         self.last_step += 1
+        self._num_open = max(0, self._num_open - 1)
+        self._digest = digest.add(self._digest, 0)
         changed = self._changed(decodes, chunks)
         special = self._advance(decodes, chunks)
         num_rows = len(decodes) + len(chunks)
@@ -339,41 +357,46 @@ class WorkerState:
         """Rows that differ from the plan before, whose batch is replaced."""
         if decodes is self._last_decodes and not chunks:
             return ()
-        rows, before = self.rows, self._batch.slots
-        slots, counts = decodes, np.ones(len(decodes), np.int64)
+        rows, before, slots = self.rows, self._batch.slots, decodes
+        planned = np.zeros(len(rows.planned), np.int64)
+        planned[decodes] = 1
         if chunks:
-            slots = np.concatenate((decodes, column(chunks)))
-            counts = np.concatenate((counts, column(chunks.values())))
-        differ = rows.planned[slots] != counts
-        changed = list(zip(slots[differ].tolist(), counts[differ].tolist(), strict=True))
-        planned = np.zeros_like(rows.planned)
-        planned[slots] = counts
-        left_out = before[(planned[before] == 0) & (rows.planned[before] != 0)]
-        changed += [(slot, 0) for slot in left_out.tolist()]
+            chunk_slots = column(chunks)
+            planned[chunk_slots] = column(chunks.values())
+            slots = np.concatenate((decodes, chunk_slots))
+        differs = planned != rows.planned
+        news = slots[differs[slots]]
+        changed = list(zip(news.tolist(), planned[news].tolist(), strict=True))
+        differs &= planned == 0
+        changed += [(slot, 0) for slot in before[differs[before]].tolist()]
         rows.planned = planned
-        self._batch = Batch(slots, self.running)
+        # A copy: rows of slots that are vacated are no longer planned, but still in flight.
+        self._batch = Batch(slots, planned.copy(), rows)
         self._last_decodes = None if chunks else decodes
         return tuple(changed)
 
     def _advance(self, decodes: Column, chunks: dict[int, int]) -> dict[int, Special]:
         """Moves the columns on by a plan's rows; returns the rows that are more than a decode."""
-        rows = self.rows
+        rows, by_slot = self.rows, self._batch.num_tokens
         special: dict[int, Special] = {}
-        if self._num_unsampled:
-            first = np.flatnonzero(rows.num_tokens[decodes] == rows.known[decodes])
-            special.update((row, Special(1, True)) for row in first.tolist())
+        # Chunks are of rows that have not sampled.
+        if self._num_unsampled > len(chunks):
+            first = (rows.num_tokens[decodes] == rows.known[decodes]).nonzero()[0].tolist()
+            special.update(dict.fromkeys(first, DECODE))
             self._num_unsampled -= len(first)
-        rows.num_computed[decodes] += 1
-        rows.num_tokens[decodes] += 1
-        for row, (slot, count) in enumerate(chunks.items(), start=len(decodes)):
-            left = int(rows.num_tokens[slot] - rows.num_computed[slot])
-            special[row] = Special(count, left == count)
-            rows.num_computed[slot] += count
-            if left > 1:
-                self.num_pending_prefill -= count if left > count else count - 1
-            if left == count:
-                self._num_unsampled -= rows.is_unsampled(slot)
-                rows.num_tokens[slot] += 1
+        rows.num_computed += by_slot
+        rows.num_tokens += by_slot
+        if chunks:
+            # A chunk samples one token, if it leaves none to compute.
+            slots = self._batch.slots[len(decodes) :]
+            rows.num_tokens[slots] -= by_slot[slots]
+            samples = rows.num_tokens[slots] == rows.num_computed[slots]
+            rows.num_tokens[slots] += samples
+            pairs = zip(chunks.values(), samples.tolist(), strict=True)
+            for row, (count, is_last) in enumerate(pairs, start=len(decodes)):
+                special[row] = Special(count, is_last)
+                self.num_pending_prefill -= count - is_last
+                self._num_unsampled -= is_last
         return special
 
     def num_computed(self, request: Request) -> int:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from scheduler_svc.core.blocks import BlockPool, CachedBlock
+from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.types import BlockHash, BlockId
 
 START = BlockHash(b"start")
@@ -21,8 +21,7 @@ def publish_chain(pool: BlockPool, blocks: Sequence[BlockId], labels: str) -> No
     """Publishes blocks as one chain; the tokens of a block are its label."""
     parent = START
     for block, label in zip(blocks, labels, strict=True):
-        entry = CachedBlock(name=name(label), parent=parent, tokens=label.encode())
-        pool.publish([(block, entry)])
+        pool.publish([(block, (name(label), parent, label.encode()))])
         parent = name(label)
 
 

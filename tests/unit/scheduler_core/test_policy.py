@@ -8,24 +8,25 @@ from scheduler_svc.core.types import CostProfile
 from tests.builders import make_core
 
 
-def admits(name: str, num_running: int, num_admitted: int) -> bool:
-    return policy.may_admit(
-        name, num_running=num_running, num_admitted=num_admitted, static_batch_size=4
+def most(name: str, num_running: int, num_seats: int) -> int:
+    return policy.max_admissions(
+        name, num_seats=num_seats, num_running=num_running, static_batch_size=4
     )
 
 
 @pytest.mark.parametrize("num_running", [0, 3, 400])
 @pytest.mark.parametrize("name", ["fcfs", "fair"])
-def test_fcfs_and_fair_always_admit(name: str, num_running: int) -> None:
-    assert admits(name, num_running, 0)
+def test_fcfs_and_fair_fill_all_slots(name: str, num_running: int) -> None:
+    assert most(name, num_running, num_seats=7) == 7
 
 
 @pytest.mark.parametrize(
-    ("num_running", "num_admitted", "may"),
-    [(0, 0, True), (3, 3, True), (4, 4, False), (1, 0, False), (4, 3, False)],
+    ("num_running", "num_seats", "num_admitted"), [(0, 9, 4), (0, 3, 3), (1, 9, 0), (4, 9, 0)]
 )
-def test_static_fills_an_empty_worker_once(num_running: int, num_admitted: int, may: bool) -> None:
-    assert admits("static", num_running, num_admitted) is may
+def test_static_fills_an_empty_worker_once(
+    num_running: int, num_seats: int, num_admitted: int
+) -> None:
+    assert most("static", num_running, num_seats) == num_admitted
 
 
 def cost(uncached: int, pending: int = 0, running: int = 0) -> int:
