@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from structlog.typing import FilteringBoundLogger
 
-from gpu_worker import codec, grpc_service, settings
+from gpu_worker import address, codec, grpc_service, settings
 from gpu_worker.executor import Executor, StepOutcome
 from gpu_worker.metrics import WorkerMetrics
 from gpu_worker.ports import ModelRunner, RunnerInfo
@@ -136,7 +136,7 @@ class Worker:
         record = codec.worker_record(
             worker_id=worker_id,
             incarnation=self._incarnation,
-            address=self._address(),
+            address=await self._address(),
             info=info,
         )
         try:
@@ -174,12 +174,13 @@ class Worker:
         self._log.info("listening", what="worker", port=self.port)
         return identity.worker_id, server
 
-    def _address(self) -> str:
-        """What others dial. A wildcard host is no address: the machine's name stands for it."""
-        host = self._settings.host
-        if host in ("0.0.0.0", "::", "[::]", ""):
-            host = socket.gethostname()
-        return self._settings.worker_address or f"{host}:{self.port}"
+    async def _address(self) -> str:
+        """What others dial."""
+        if self._settings.worker_address:
+            return self._settings.worker_address
+        host, name = self._settings.host, socket.gethostname()
+        found = await address.own_addresses(name) if host in address.WILDCARDS else []
+        return f"{address.host_to_announce(host, name, found)}:{self.port}"
 
     async def _register(self, redis: Redis, worker_id: str, record: bytes) -> None:
         reachable: bool | None = None

@@ -77,7 +77,7 @@ CATALOGUE: tuple[Setting, ...] = (
     # worker
     _s(WORKER, "worker_port", integer(0, 65535), 0, "port, 0 is a free one", "Session and Tokens"),
     _s(WORKER, "worker_id", text, "", "", "stable name; empty: host name and port"),
-    _s(WORKER, "worker_address", text, "", "", "host:port to announce; empty: the one listened on"),
+    _s(WORKER, "worker_address", text, "", "", "host:port to announce; empty: its own"),
     _s(WORKER, "block_size", integer(4, 128), 16, "tokens", "tokens in a KV block"),
     _s(MODEL, "max_model_len", integer(0, _BIG), 0, "tokens, 0: the model's", _CONTEXT),
     _s(WORKER, "dtype", _DTYPES, "auto", "", "weights and KV"),
