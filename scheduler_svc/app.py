@@ -44,6 +44,7 @@ class SchedulerApp:
         self._core_config = config.core_config()
         self._clock = clock or MonotonicClock()
         self._make_core = make_core
+        self._lease: LeaderLease | None = None
         self._term: Term | None = None
         self.ports: dict[str, int] = {}
         registry = new_registry()
@@ -94,6 +95,7 @@ class SchedulerApp:
             ttl_s=self._config.lease_ttl_s,
             health=redis.health,
         )
+        self._lease = lease
         try:
             await _until(stop, _check_redis(redis.commands, redis.health))
             while not stop.is_set():
@@ -155,18 +157,27 @@ class SchedulerApp:
 
     # What others may look at
 
-    def is_ready(self) -> bool:
+    def is_leading(self) -> bool:
+        """It leads and has read all that waits."""
         return self._term is not None and self._term.ready
+
+    def is_ready(self) -> bool:
+        """It leads, or would take over at once: a standby that Redis does not answer would not."""
+        return self.is_leading() or (self._lease is not None and self._lease.standing_by)
 
     def _sample(self) -> Sample:
         term = self._term
         if term is None:
             return Sample(stats=None, view=None, num_finishes_pending=0, num_events_queued=0)
+        view = term.core.view()
         return Sample(
             stats=term.core.stats,
-            view=term.core.view(),
+            view=view,
             num_finishes_pending=term.outbox.num_pending,
             num_events_queued=len(term.queue),
+            time_to_drain_s=term.backlog.throughput.time_to_drain_s(
+                view.backlog_tokens, len(view.workers)
+            ),
         )
 
     def _core(self) -> Core | None:

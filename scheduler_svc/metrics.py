@@ -25,6 +25,8 @@ class Sample:
     view: CoreView | None
     num_finishes_pending: int
     num_events_queued: int
+    # None where it can't be told: throughput.py.
+    time_to_drain_s: float | None = None
 
 
 class SchedulerMetrics:
@@ -140,7 +142,8 @@ class _CoreCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All families, with zeros while this process does not lead."""
+        """All families, with zeros while this process does not lead; but time to drain only where
+        it can be told, since a zero would say that there is no work."""
         sample = self._sample()
         stats = sample.stats or CoreStats()
         view = sample.view or CoreView(
@@ -195,6 +198,13 @@ class _CoreCollector(Collector):
         )
         for name, text, value in counters:
             yield self._family(CounterMetricFamily(name, text, labels=["model_name"]), value)
+        if sample.time_to_drain_s is not None:
+            to_drain = GaugeMetricFamily(
+                "quire:time_to_drain_seconds",
+                "Backlog over the speed that the workers have shown; absent if there is neither.",
+                labels=["model_name"],
+            )
+            yield self._family(to_drain, sample.time_to_drain_s)
         yield from self._by_label(stats)
         yield from self._depths(view)
 

@@ -97,7 +97,7 @@ class Term:
             has_room=_Room(core, clock, self.outbox).has_room,
             saw_gateway=self._gateways.saw_request,
         )
-        self._backlog = BacklogPublisher(access, clock=clock, core=core)
+        self.backlog = BacklogPublisher(access, clock=clock, core=core)
         self._driver = Driver(
             core,
             clock=clock,
@@ -127,7 +127,7 @@ class Term:
                 group.create_task(self.outbox.run()),
                 group.create_task(self.links.run()),
                 group.create_task(self._gateways.run()),
-                group.create_task(self._backlog.run()),
+                group.create_task(self.backlog.run()),
                 group.create_task(self._announce(on_ready)),
             ]
             await stop.wait()

@@ -32,23 +32,35 @@ class LeaderLease:
         self._ttl_ms = max(1, round(ttl_s * 1000))
         self._renew_s = ttl_s / 3
         self._health = health
+        self._standing_by = False
+
+    @property
+    def standing_by(self) -> bool:
+        """Redis has just said that another process leads, and is asked again and again: this one
+        takes over as soon as the lease is free."""
+        return self._standing_by
 
     async def acquire(self) -> int:
         """Waits until this process leads; returns its epoch."""
-        waiting = False
-        while True:
-            try:
-                epoch = await self._eval(
-                    redis_scripts.ACQUIRE, self._lease, self._epoch, self.holder, self._ttl_ms
-                )
-            except RedisAwayError:
-                epoch = None
-            if epoch is not None:
-                return int(epoch)
-            if not waiting and not self._health.away:
-                waiting = True
-                _log.info("standing_by")
-            await asyncio.sleep(min(self._renew_s, MAX_POLL_S))
+        told = False
+        try:
+            while True:
+                try:
+                    epoch = await self._eval(
+                        redis_scripts.ACQUIRE, self._lease, self._epoch, self.holder, self._ttl_ms
+                    )
+                except RedisAwayError:
+                    self._standing_by = False
+                else:
+                    if epoch is not None:
+                        return int(epoch)
+                    self._standing_by = True
+                    if not told:
+                        told = True
+                        _log.info("standing_by")
+                await asyncio.sleep(min(self._renew_s, MAX_POLL_S))
+        finally:
+            self._standing_by = False
 
     async def keep(self, epoch: int) -> Never:
         """Renews until DeposedError."""

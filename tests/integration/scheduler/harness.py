@@ -210,7 +210,7 @@ class RunningScheduler:
 
     async def ready(self) -> None:
         """Waits until it leads."""
-        await eventually(lambda: self.app.is_ready() or self._task.done())
+        await eventually(lambda: self.app.is_leading() or self._task.done())
         assert not self._task.done()
 
     async def stop(self) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -255,8 +256,27 @@ async def test_a_standby_leads_when_the_leader_stops(server: RedisServer, redis:
         await leader.ready()
         async with scheduler(server.url, lease_ttl_s="60") as standby:
             await asyncio.sleep(0.8)
-            assert not standby.app.is_ready()
+            assert not standby.app.is_leading()
             assert await leader.stop() == EXIT_STOPPED
+            await eventually(standby.app.is_leading, 10)
+
+
+async def test_a_standby_is_ready_while_it_can_take_over(server: RedisServer, redis: Redis) -> None:
+    """A rolling update goes on once the new pod could lead; a budget counts a standby in."""
+    async with scheduler(server.url) as leader:
+        await leader.ready()
+        async with scheduler(server.url) as standby:
+            assert not standby.app.is_ready(), "Redis has not said yet that another one leads"
+            await eventually(standby.app.is_ready)
+            assert not standby.app.is_leading()
+            url = f"http://127.0.0.1:{standby.app.ports['ops']}/health/ready"
+            assert await asyncio.to_thread(_get, url) == "ready\n"
+            server.kill()
+            await eventually(lambda: not standby.app.is_ready(), 10)
+            assert leader.app.is_ready(), "its sessions go on"
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                await asyncio.to_thread(_get, url)
+            await server.start()
             await eventually(standby.app.is_ready, 10)
 
 
@@ -280,7 +300,7 @@ async def test_an_epoch_that_a_worker_has_outgrown_is_stepped_over(
         request = queued_request()
         await add_request(redis, request)
         await wait_queue_empty(redis)
-        assert running.app.is_ready()
+        assert running.app.is_leading()
     assert worker.opens[-1].epoch == 10**14 + 1
     assert_complete([request], worker)
 

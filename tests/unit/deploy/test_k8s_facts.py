@@ -15,7 +15,9 @@ from gpu_worker.metrics import WorkerMetrics
 from scheduler_svc.metrics import Sample, SchedulerMetrics
 from servicekit import ops
 
-EMPTY = Sample(stats=None, view=None, num_finishes_pending=0, num_events_queued=0)
+EMPTY = Sample(
+    stats=None, view=None, num_finishes_pending=0, num_events_queued=0, time_to_drain_s=0.0
+)
 
 
 def exported() -> Iterator[str]:

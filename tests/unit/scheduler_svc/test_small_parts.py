@@ -144,6 +144,7 @@ def test_metrics_show_the_core_and_its_histograms() -> None:
         view=view,
         num_finishes_pending=8,
         num_events_queued=1,
+        time_to_drain_s=12.5,
     )
     registry = new_registry()
     metrics = SchedulerMetrics(registry, "tiny", lambda: sample)
@@ -206,6 +207,8 @@ def test_metrics_show_the_core_and_its_histograms() -> None:
         'quire:finishes_pending{model_name="tiny"} 8.0',
         'quire:blocks_used{model_name="tiny"} 16.0',
         'quire:slots_used{model_name="tiny"} 3.0',
+        'quire:backlog_tokens{model_name="tiny"} 99.0',
+        'quire:time_to_drain_seconds{model_name="tiny"} 12.5',
         'quire:epoch{model_name="tiny"} 7.0',
         'quire:inflight_steps{model_name="tiny",worker_id="w"} 3.0',
         'quire:round_trip_seconds{model_name="tiny",worker_id="w"} 0.0025',
@@ -217,4 +220,6 @@ def test_a_standby_shows_zeros() -> None:
     registry = new_registry()
     sample = Sample(stats=None, view=None, num_finishes_pending=0, num_events_queued=0)
     SchedulerMetrics(registry, "tiny", lambda: sample)
-    assert 'quire:epoch{model_name="tiny"} 0.0' in generate_latest(registry).decode()
+    text = generate_latest(registry).decode()
+    assert 'quire:epoch{model_name="tiny"} 0.0' in text
+    assert "quire:time_to_drain_seconds" not in text, "it would say that there is no work"
