@@ -107,6 +107,31 @@ def test_a_repeat_that_a_preemption_kept_back_is_not_left_out() -> None:
     assert (c.output("a"), c.end("a")) == expected_output(arrival)
 
 
+@pytest.mark.parametrize("heard", ["gateway", "scheduler"])
+def test_an_end_that_only_one_side_hears_from_a_dying_worker_is_given_once(heard: str) -> None:
+    """The last batch gets through and not the last result, or the other way round."""
+    c = cluster()
+    lost = c.begin("w0")
+    arrival = make_request("a", prompt=9, max_tokens=3)
+    c.arrive(arrival)
+    c.steps(2, "w0")
+    event = lost.next_result(now_ns=c.now_ns)
+    if heard == "gateway":
+        c.deliver(lost)
+        assert (c.output("a"), c.end("a")) == expected_output(arrival)
+    else:
+        c.feed(event)
+        assert c.finish("a").reason is FinishReason.LENGTH
+        assert c.end("a") is None
+    c.lose("w0")
+    c.begin("w1")
+    if heard == "scheduler":
+        c.supersede("a")
+    c.run()
+    assert (c.output("a"), c.end("a")) == expected_output(arrival)
+    c.assert_idle()
+
+
 def test_a_request_that_never_ran_keeps_its_attempt() -> None:
     c = cluster()
     c.begin("w0", num_slots=1)
