@@ -2,6 +2,8 @@
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS builder
+# What Python compiles then carries a hash of its source instead of the hour of the build.
+ENV SOURCE_DATE_EPOCH=315532800
 WORKDIR /opt/quire
 COPY requirements-light.lock ./
 RUN python3 -m venv venv \
@@ -14,6 +16,9 @@ RUN venv/bin/python -m compileall -q app \
     && venv/bin/pip uninstall --yes --quiet pip setuptools
 
 FROM ${PYTHON_IMAGE}
+LABEL org.opencontainers.image.title="quire-scheduler" \
+    org.opencontainers.image.description="Quire's scheduler: decides every step of every worker" \
+    org.opencontainers.image.version="0.1.0"
 COPY --from=builder /opt/quire /opt/quire
 ENV PATH=/opt/quire/venv/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONPATH=/opt/quire/app:/opt/quire/app/protos/gen \

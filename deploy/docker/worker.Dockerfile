@@ -6,6 +6,8 @@ ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS builder
 ARG TORCH_BUILD=cpu
 ARG TORCH_INDEX=
+# What Python compiles then carries a hash of its source instead of the hour of the build.
+ENV SOURCE_DATE_EPOCH=315532800
 WORKDIR /opt/quire
 # g++ compiles the native CPU kernels, which are copied on; the compiler itself is not.
 RUN apt-get update \
@@ -34,6 +36,9 @@ RUN cd app && ../venv/bin/python -m kernels.native.build \
     && ../venv/bin/pip uninstall --yes --quiet pip
 
 FROM ${PYTHON_IMAGE}
+LABEL org.opencontainers.image.title="quire-worker" \
+    org.opencontainers.image.description="Quire's worker: executes plans on one model" \
+    org.opencontainers.image.version="0.1.0"
 # Triton compiles a small launcher at run time: a C compiler and Python's headers belong here.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \

@@ -1,11 +1,13 @@
 """python -m deploy.k8s_check: renders every overlay and combination and checks what comes out."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from deploy.k8s_check import (
     external,
+    memory_checks,
     monitoring_checks,
     network_checks,
     object_checks,
@@ -20,6 +22,7 @@ CHECKS: tuple[Check, ...] = (
     *schema_checks.CHECKS,
     *object_checks.CHECKS,
     *pod_checks.CHECKS,
+    *memory_checks.CHECKS,
     *network_checks.CHECKS,
     *monitoring_checks.CHECKS,
 )
@@ -66,18 +69,17 @@ def main() -> int:
         return 1
     found = list(problems(renderings))
     overlays = [r for r in renderings if r.name.startswith("overlays/")]
-    for name, run in (("checkov", external.checkov), ("promtool", external.promtool)):
-        command = external.tool(name)
-        if command is None:
-            print(f"[k8s-check] {name} is not installed: skipped")
-        else:
-            found += [f"{name}: {problem}" for problem in run(command, overlays)]
+    told, missing = external.run_all(overlays, os.environ)
+    found += told
+    for name in missing:
+        print(f"[k8s-check] {name} is not installed, NOT RUN: {external.HOW_TO_GET[name]}")
     for problem in found:
         print(f"[k8s-check] {problem}", file=sys.stderr)
     objects = sum(len(rendered.manifests) for rendered in renderings)
     print(
         f"[k8s-check] {len(renderings)} renderings, {objects} objects, {len(CHECKS)} checks, "
         f"{len(found)} problems, {time.monotonic() - started:.0f} s"
+        + (f"; not run: {', '.join(missing)}" if missing else "")
     )
     return 1 if found else 0
 

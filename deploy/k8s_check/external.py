@@ -1,15 +1,15 @@
-"""Tools that are used where they are installed and named as skipped where they are not.
+"""Tools that are used where they are installed and named as not run where they are not.
 
 checkov drags in a hundred packages, which have no place in this environment; promtool is no Python
-package. Both are found on the path or by a variable: CHECKOV, PROMTOOL.
+package. Both are found by a variable (CHECKOV, PROMTOOL) or on the path; nothing is fetched.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
@@ -17,13 +17,32 @@ import yaml
 from deploy.k8s_check.objects import Rendered
 
 LIMIT_S = 300.0
+HOW_TO_GET = {
+    "checkov": "pip install checkov in an environment of its own, and CHECKOV=.../bin/checkov",
+    "promtool": "Debian's package prometheus has it, or PROMTOOL=.../promtool",
+}
 ALERTS = Path(__file__).resolve().parent / "alerts.test.yaml"
 EXCEPTIONS = Path(__file__).resolve().parent / "checkov.yaml"
 
 
-def tool(name: str) -> str | None:
+def tool(name: str, environ: Mapping[str, str]) -> str | None:
     """The command of a tool, or None."""
-    return os.environ.get(name.upper()) or shutil.which(name)
+    return environ.get(name.upper()) or shutil.which(name, path=environ.get("PATH"))
+
+
+def run_all(
+    renderings: Sequence[Rendered], environ: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """What the installed tools find, run side by side, and which are not installed."""
+    commands = {name: tool(name, environ) for name in TOOLS}
+    with ThreadPoolExecutor(max_workers=len(TOOLS)) as pool:
+        running = {
+            name: pool.submit(lambda n, c: list(TOOLS[n](c, renderings)), name, command)
+            for name, command in commands.items()
+            if command is not None
+        }
+        found = [f"{name}: {told}" for name, work in running.items() for told in work.result()]
+    return found, [name for name, command in commands.items() if command is None]
 
 
 def exceptions() -> dict[str, str]:
@@ -71,3 +90,9 @@ def promtool(command: str, renderings: Iterable[Rendered]) -> Iterator[str]:
                     )  # fmt: skip
                     if done.returncode != 0:
                         yield f"{rendered.name}: {(done.stdout + done.stderr).strip()}"
+
+
+TOOLS: dict[str, Callable[[str, Sequence[Rendered]], Iterator[str]]] = {
+    "checkov": checkov,
+    "promtool": promtool,
+}

@@ -17,6 +17,7 @@ ALERTS = ROOT / "docs" / "operations" / "alerts.md"
 # Labels that Prometheus or the PodMonitor adds to every series.
 TARGET_LABELS = {"namespace", "pod", "container", "job", "instance"}
 HISTOGRAM_LABELS = {"le"}
+TO_DRAIN, BACKLOG = "quire:time_to_drain_seconds", "quire:backlog_tokens"
 # Grafana replaces these; any value of the right form lets the query be parsed.
 GRAFANA = {
     "$__rate_interval": "1m",
@@ -120,6 +121,23 @@ def scalers_ask_for_their_model(rendered: Rendered) -> Iterator[str]:
                     yield f"{title(scaler)}, {trigger['name']}: asks for {asked}, serves {names}"
 
 
+def scalers_have_both_signals(rendered: Rendered) -> Iterator[str]:
+    """Time to drain says how many workers; it says nothing while there is none, so that the
+    backlog alone must be a trigger too."""
+    for scaler in rendered.of("ScaledObject"):
+        asked = []
+        for trigger in scaler["spec"]["triggers"]:
+            try:
+                parsed = promql_parser.parse(trigger["metadata"]["query"])
+            except ValueError:
+                continue  # queries_ask_for_what_there_is names it
+            asked.append({selector.name for selector in selectors(parsed)})
+        if not any(TO_DRAIN in names for names in asked):
+            yield f"{title(scaler)}: no trigger asks for {TO_DRAIN}"
+        if {BACKLOG} not in asked:
+            yield f"{title(scaler)}: no trigger asks for {BACKLOG} alone, so none would start"
+
+
 def alerts_are_explained(rendered: Rendered) -> Iterator[str]:
     """Each alert has its section in the documentation, and names it."""
     text = ALERTS.read_text()
@@ -157,6 +175,7 @@ def monitors_scrape_the_ops_port(rendered: Rendered) -> Iterator[str]:
 CHECKS = (
     queries_ask_for_what_there_is,
     scalers_ask_for_their_model,
+    scalers_have_both_signals,
     alerts_are_explained,
     monitors_scrape_the_ops_port,
 )

@@ -27,8 +27,7 @@ PORT_NAMES = {
     "scheduler": {"scheduler": "QUIRE_SCHEDULER_PORT", "ops": "QUIRE_OPS_PORT"},
     "worker": {"worker": "QUIRE_WORKER_PORT", "ops": "QUIRE_OPS_PORT"},
 }
-# A standby scheduler is ready too (its /health/ready says who leads), so any route does there.
-READY_PATHS = {"gateway": "/health/ready", "worker": "/health/ready", "scheduler": "/health"}
+READY_PATH = "/health/ready"
 DEFAULTS = {"periodSeconds": 10.0, "failureThreshold": 3.0, "timeoutSeconds": 1.0}
 
 
@@ -74,13 +73,9 @@ def settings_fit_the_pod(rendered: Rendered) -> Iterator[str]:
             parents = {str(parent) for parent in Path(model).parents}
             if not parents & (mounts - {"/tmp", "/cache"}):
                 yield f"{work.name}: no volume holds QUIRE_MODEL={model}"
-        if work.component == "worker":
-            expected = f"$(POD_IP):{found.get('QUIRE_WORKER_PORT')}"
-            if found.get("QUIRE_WORKER_ADDRESS") != expected:
-                yield f"{work.name}: QUIRE_WORKER_ADDRESS must be {expected}"
-            names = [entry["name"] for entry in container.get("env", ())]
-            if "POD_IP" not in names[: names.index("QUIRE_WORKER_ADDRESS") + 1]:
-                yield f"{work.name}: POD_IP must stand before QUIRE_WORKER_ADDRESS"
+        if work.component == "worker" and "QUIRE_WORKER_ADDRESS" in found:
+            # It finds its pod's own: one that is written here would be the same for all of them.
+            yield f"{work.name}: QUIRE_WORKER_ADDRESS must be left to the pod"
 
 
 def ports_are_listeners(rendered: Rendered) -> Iterator[str]:
@@ -119,8 +114,8 @@ def probes_ask_what_there_is(rendered: Rendered) -> Iterator[str]:
         if budget_s(live) < 30 or _field(live, "timeoutSeconds") < 5:
             yield f"{work.name}: liveness is stricter than a busy loop deserves"
         path = container.get("readinessProbe", {}).get("httpGet", {}).get("path")
-        if path != READY_PATHS[work.component]:
-            yield f"{work.name}: readiness must be {READY_PATHS[work.component]}"
+        if path != READY_PATH:
+            yield f"{work.name}: readiness must be {READY_PATH}"
         start_s = budget_s(container.get("startupProbe", {}))
         if work.component == "worker" and start_s < LEAST_MODEL_LOAD_S:
             yield f"{work.name}: {start_s:g} s to load a model, at least {LEAST_MODEL_LOAD_S:g}"
@@ -240,6 +235,8 @@ def images_are_ours(rendered: Rendered) -> Iterator[str]:
         exposed = next(line.split()[1:] for line in text.splitlines() if line.startswith("EXPOSE"))
         if {str(port) for port in ports(work.containers[0]).values()} != set(exposed):
             yield f"{work.name}: its image exposes {' '.join(exposed)}"
+        if f'image.version="{code_facts.version()}"' not in text:
+            yield f"{work.name}: its image's label does not say {code_facts.version()}"
         module = SERVICES[work.component]
         if f'ENTRYPOINT ["python", "-m", "{module}"]' not in text:
             yield f"{work.name}: its image does not start {module}"

@@ -213,6 +213,16 @@ BROKEN: list[tuple[Check, Change, str]] = [
         "serves {'another'}",
     ),
     (
+        monitoring_checks.scalers_have_both_signals,
+        lambda r: get(r, "ScaledObject", "worker")["spec"]["triggers"].pop(0),
+        "no trigger asks for quire:time_to_drain_seconds",
+    ),
+    (
+        monitoring_checks.scalers_have_both_signals,
+        lambda r: get(r, "ScaledObject", "worker")["spec"]["triggers"].pop(),
+        "no trigger asks for quire:backlog_tokens alone",
+    ),
+    (
         monitoring_checks.alerts_are_explained,
         lambda r: rule(r, "QuireNoLeader").update(alert="QuireHeadless"),
         "alert QuireHeadless: no section",

@@ -37,13 +37,8 @@ BROKEN: list[tuple[Check, Change, str]] = [
     ),
     (
         pod_checks.settings_fit_the_pod,
-        lambda r: variable(r, "worker", "QUIRE_WORKER_ADDRESS", "$(POD_IP):9301"),
-        "QUIRE_WORKER_ADDRESS must be $(POD_IP):9300",
-    ),
-    (
-        pod_checks.settings_fit_the_pod,
-        lambda r: container(r, "worker")["env"].reverse(),
-        "POD_IP must stand before",
+        lambda r: variable(r, "worker", "QUIRE_WORKER_ADDRESS", "worker:9300"),
+        "QUIRE_WORKER_ADDRESS must be left to the pod",
     ),
     (
         pod_checks.settings_fit_the_pod,
@@ -90,8 +85,8 @@ BROKEN: list[tuple[Check, Change, str]] = [
     ),
     (
         pod_checks.probes_ask_what_there_is,
-        lambda r: container(r, "worker")["readinessProbe"]["httpGet"].update(path="/health"),
-        "readiness must be /health/ready",
+        lambda r: container(r, "scheduler")["readinessProbe"]["httpGet"].update(path="/health"),
+        "Deployment scheduler: readiness must be /health/ready",
     ),
     (
         pod_checks.probes_ask_what_there_is,

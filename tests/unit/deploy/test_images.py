@@ -80,3 +80,40 @@ def test_images_run_without_rights(image: str) -> None:
     assert "USER 10001:10001" in text
     assert re.search(r'^ENTRYPOINT \["python", "-m", "\w+"\]$', text, re.MULTILINE)
     assert pod_checks.image_variables(image)["PYTHONDONTWRITEBYTECODE"] == "1"
+
+
+@pytest.mark.parametrize("image", images.SERVICES)
+def test_images_say_what_they_are(image: str) -> None:
+    """By OCI's labels, in the stage that is kept."""
+    last = pod_checks.dockerfile(image).read_text().split("\nFROM ")[-1]
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', last))
+    assert labels.pop("description")
+    assert labels == {"title": f"quire-{image}", "version": code_facts.version()}
+
+
+@pytest.mark.parametrize("image", images.SERVICES)
+def test_images_hold_what_the_locks_say(image: str) -> None:
+    """pip resolves nothing and nothing is fetched by another way; no hour gets into what it
+    compiles.
+    """
+    text = pod_checks.dockerfile(image).read_text().replace("\\\n", " ")
+    installs = re.findall(r"pip install ([^;&\n]+)", text)
+    assert installs
+    for options in installs:
+        assert "--no-deps" in options
+        assert "--no-cache-dir" in options
+        assert re.search(r"-r requirements\S*\.lock|grep '\^torch==' requirements\.lock", options)
+    assert not re.search(r"^ADD |\b(curl|wget|git clone)\b", text, re.MULTILINE)
+    builder = text.split("\nFROM ")[1]
+    assert builder.index("ENV SOURCE_DATE_EPOCH=") < builder.index("RUN ")
+
+
+def test_the_context_is_small() -> None:
+    """What passes the ignore file is source code: no environment, no model, no results."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines[1] == "*", "nothing but what is named"
+    allowed = [ROOT / line[1:] for line in lines if line.startswith("!")]
+    assert all(path.exists() for path in allowed)
+    files = [f for path in allowed for f in (path.rglob("*") if path.is_dir() else [path])]
+    kept = [f for f in files if f.is_file() and "__pycache__" not in f.parts]
+    assert sum(f.stat().st_size for f in kept) < 8 * 2**20

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.k8s_check import external, network_checks, object_checks, render
+from deploy.k8s_check import external, memory_checks, network_checks, object_checks, render
 from deploy.k8s_check.__main__ import CHECKS, names_do_not_clash
 from deploy.k8s_check.objects import Rendered
-from tests.unit.deploy import broken_objects, broken_pods
-from tests.unit.deploy.manifests import Change, Check, get, overlay, remove
+from tests.unit.deploy import broken_memory, broken_objects, broken_pods
+from tests.unit.deploy.manifests import Change, Check, container, get, overlay, remove
 
-BROKEN = broken_objects.BROKEN + broken_pods.BROKEN
+BROKEN = broken_objects.BROKEN + broken_pods.BROKEN + broken_memory.BROKEN
 
 
 @pytest.mark.parametrize("name", render.overlays())
@@ -73,6 +73,24 @@ def test_what_kubectl_refuses_is_told(tmp_path: Path) -> None:
     (tmp_path / "kustomization.yaml").write_text("resources: [missing.yaml]\n")
     with pytest.raises(render.RenderError, match=r"missing\.yaml"):
         render.render(tmp_path, "broken")
+
+
+@pytest.mark.parametrize(
+    ("quantity", "gib"), [("512Mi", 0.5), ("2Gi", 2.0), ("1G", 0.931), ("1073741824", 1.0)]
+)
+def test_amounts_of_memory_are_read(quantity: str, gib: float) -> None:
+    assert memory_checks.gib(quantity) == pytest.approx(gib, rel=1e-3)
+    with pytest.raises(ValueError, match="no amount"):
+        memory_checks.gib("2GiB")
+
+
+def test_a_cpu_worker_may_take_what_its_settings_say() -> None:
+    """And not more: the same settings with half of the memory are refused."""
+    rendered = overlay("dev-cpu")
+    assert list(memory_checks.workers_fit_their_memory(rendered)) == []
+    limits = container(rendered, "worker")["resources"]["limits"]
+    limits["memory"] = "2Gi"
+    assert len(list(memory_checks.workers_fit_their_memory(rendered))) == 1
 
 
 def test_every_pair_of_components_is_rendered() -> None:

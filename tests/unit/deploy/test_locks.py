@@ -95,3 +95,15 @@ def test_the_cuda_lock_holds_cuda_packages_only() -> None:
 def test_torch_s_own_needs_tell_its_build(requires: list[str], cuda: bool) -> None:
     """Not the machine, and not the version's suffix."""
     assert setup.is_cuda_build(requires) is cuda
+
+
+def test_the_cuda_lock_is_of_one_cuda() -> None:
+    """Packages named after a release of CUDA are all named after the same, which is the toolkit's,
+    and those that the toolkit counts itself are of its release too.
+    """
+    versions = locked(setup.CUDA)
+    release = versions["cuda-toolkit"].split(".")
+    named = {match[1] for name in versions if (match := re.search(r"-cu(\d+)$", name))}
+    assert named == {release[0]}
+    for name in ("nvidia-cuda-runtime", "nvidia-cuda-nvrtc", "nvidia-cuda-cupti", "nvidia-nvtx"):
+        assert versions[name].split(".")[:2] == release[:2], name

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deploy.k8s_check import memory_checks
 from gpu_worker import kv_cache
 from gpu_worker.kv_cache import GIB, CacheTooSmallError, SizingRequest
 from gpu_worker.models import KvShape
@@ -110,3 +111,12 @@ def test_the_cache_is_zeros_and_its_pages_are_not_touched(dtype: torch.dtype) ->
     assert not cache[[0, 1500, 2999]].any()
     cache[7, 2, 1, 0, 3] = 1.5
     assert float(cache[7].sum()) == 1.5 * 64
+
+
+def test_manifests_are_checked_with_the_same_numbers() -> None:
+    """`make k8s-check` adds up memory without importing torch."""
+    assert memory_checks.KV_SHARE == kv_cache.CPU_SHARE
+    assert memory_checks.POOL_SHARE == kv_cache.HOST_SHARE
+    most = {"gpu": kv_cache.HOST_MOST_BYTES["cuda"], "cpu": kv_cache.HOST_MOST_BYTES["cpu"]}
+    assert {kind: gib * kv_cache.GIB for kind, gib in memory_checks.POOL_MOST_GIB.items()} == most
+    assert memory_checks.KV_MOST_GIB * kv_cache.GIB == kv_cache.CPU_MOST_BYTES
