@@ -88,7 +88,7 @@ def test_it_follows_the_number_of_workers_at_once() -> None:
     assert watch.drain_s(8000) == pytest.approx(8, rel=1e-3), (
         "no speed of those that have left is kept"
     )
-    assert watch.throughput.tokens_per_s == pytest.approx(1000)
+    assert watch.throughput.tokens_per_s == pytest.approx(1000, rel=1e-3)
 
 
 def test_an_idle_time_is_no_slow_model() -> None:
