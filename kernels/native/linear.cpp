@@ -31,7 +31,9 @@ constexpr int kMostRows = 12, kPanelsTogether = 2;
 #else
 constexpr int kMostRows = 6, kPanelsTogether = 2;
 #endif
-constexpr int64_t kPanelsOfUnit = 2;
+// What one thread takes at a time: small, so that at many rows too the last one to finish is not
+// waited for long, and rows that stay near while the panels pass.
+constexpr int64_t kPanelsOfUnit = 2, kRowsOfUnit = 48;
 constexpr int64_t kAhead = 1024;  // bytes of a panel that are asked for before they are used
 
 inline void ask(const void* at) { __builtin_prefetch(static_cast<const char*>(at) + kAhead); }
@@ -97,13 +99,14 @@ void tile(const LinearCall& call, const typename Kind::Input* x, int64_t x_row,
   }
 }
 
-// The rows in tiles of about one size.
+// Rows m .. end in tiles of about one size.
 template <class Kind, int P, class Out>
 void rows_of(const LinearCall& call, const typename Kind::Input* x, int64_t x_row,
-             const typename Kind::Weight* panels, int64_t panel_size, int64_t column, Out* out) {
-  int64_t tiles = (call.rows + kMostRows - 1) / kMostRows;
-  for (int64_t m = 0; m < call.rows; tiles--) {
-    const int64_t rows = (call.rows - m + tiles - 1) / tiles;
+             const typename Kind::Weight* panels, int64_t panel_size, int64_t column, Out* out,
+             int64_t m, int64_t end) {
+  int64_t tiles = (end - m + kMostRows - 1) / kMostRows;
+  for (; m < end; tiles--) {
+    const int64_t rows = (end - m + tiles - 1) / tiles;
     const auto* from = x + m * x_row;
     Out* to = out + m * call.out_row;
 #define QUIRE_TILE(R)                                                                 \
@@ -138,22 +141,26 @@ void run(const LinearCall& call, const typename Kind::Input* x, int64_t x_row) {
   const Weight* packed = static_cast<const Weight*>(call.packed);
   const int64_t panel_size = up(call.depth, Kind::kDepth) * kLanes;
   const int64_t panels = (call.columns + kLanes - 1) / kLanes;
-  const int64_t units = (panels + kPanelsOfUnit - 1) / kPanelsOfUnit;
+  const int64_t groups = (panels + kPanelsOfUnit - 1) / kPanelsOfUnit;
+  const int64_t blocks = (call.rows + kRowsOfUnit - 1) / kRowsOfUnit;
   // Registers hold kMostRows * 2 sums with AVX2: many rows go panel by panel, few by two.
   const bool together = call.rows <= 3 || kMostRows > 6;
   Out* out = static_cast<Out*>(call.out);
-  for_units(units, [&](int64_t unit) {
-    int64_t panel = unit * kPanelsOfUnit;
+  // All rows of one group of panels, then the next group: weights come from memory once.
+  for_units(groups * blocks, [&](int64_t unit) {
+    const int64_t block = unit % blocks;
+    const int64_t first = call.rows * block / blocks, last = call.rows * (block + 1) / blocks;
+    int64_t panel = unit / blocks * kPanelsOfUnit;
     const int64_t end = std::min(panel + kPanelsOfUnit, panels);
     if (together) {
       for (; panel + 2 <= end; panel += 2) {
         rows_of<Kind, 2>(call, x, x_row, packed + panel * panel_size, panel_size, panel * kLanes,
-                         out);
+                         out, first, last);
       }
     }
     for (; panel < end; panel++) {
-      rows_of<Kind, 1>(call, x, x_row, packed + panel * panel_size, panel_size, panel * kLanes,
-                       out);
+      rows_of<Kind, 1>(call, x, x_row, packed + panel * panel_size, panel_size, panel * kLanes, out,
+                       first, last);
     }
   });
 }
@@ -164,14 +171,18 @@ const float* as_floats(const LinearCall& call) {
   if (static_cast<int64_t>(kept.size()) < call.rows * call.depth) {
     kept.resize(call.rows * call.depth);
   }
-  for (int64_t row = 0; row < call.rows; row++) {
-    const bf16* from = static_cast<const bf16*>(call.x) + row * call.x_row;
-    float* to = kept.data() + row * call.depth;
-    int64_t k = 0;
-    for (; k + kLanes <= call.depth; k += kLanes) store(to + k, load(from + k));
-    for (; k < call.depth; k++) to[k] = as_float(from[k]);
-  }
-  return kept.data();
+  float* const floats = kept.data();  // the helpers have a `kept` of their own
+  for_units((call.rows + kRowsOfUnit - 1) / kRowsOfUnit, [&](int64_t unit) {
+    const int64_t end = std::min((unit + 1) * kRowsOfUnit, call.rows);
+    for (int64_t row = unit * kRowsOfUnit; row < end; row++) {
+      const bf16* from = static_cast<const bf16*>(call.x) + row * call.x_row;
+      float* to = floats + row * call.depth;
+      int64_t k = 0;
+      for (; k + kLanes <= call.depth; k += kLanes) store(to + k, load(from + k));
+      for (; k < call.depth; k++) to[k] = as_float(from[k]);
+    }
+  });
+  return floats;
 }
 
 }  // namespace

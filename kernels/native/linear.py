@@ -16,6 +16,9 @@ FP32, BF16, BF16_PAIRS = 0, 1, 2  # kinds of packed weights, as linear.cpp numbe
 TIMED_ROWS = (1, 32)  # a single request, and a full batch
 TIMED_CALLS = 5
 CLEARLY = 0.9  # oneDNN must take less than this share of the native layer's time
+# Torch's OpenMP threads look out for work for several milliseconds, unless OMP_WAIT_POLICY is
+# PASSIVE: so long the native layer has one core, and is judged slow.
+PAUSE_S = 0.025
 _onednn_is_faster: dict[tuple[int, int, torch.dtype], bool] = {}
 
 
@@ -125,6 +128,7 @@ def choose_linear(weight: Tensor, bias: Tensor | None, *, deterministic: bool) -
     shape = (*weight.shape, weight.dtype)
     if shape not in _onednn_is_faster:
         other = OneDnnLinear(weight, bias)
+        time.sleep(PAUSE_S)
         ours, theirs = (
             sum(_seconds(of, rows, weight) for rows in TIMED_ROWS) for of in (native, other)
         )

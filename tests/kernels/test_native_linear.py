@@ -38,7 +38,7 @@ def layer(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=80, deadline=None)
 @given(
-    rows=st.one_of(st.integers(0, 15), st.sampled_from((24, 31, 64))),
+    rows=st.one_of(st.integers(0, 15), st.sampled_from((24, 31, 48, 49, 64, 97, 150))),
     columns=st.one_of(st.sampled_from((1, 16, 17, 32, 33, 48)), st.integers(1, 200)),
     depth=st.one_of(st.sampled_from((1, 2, 3, 64)), st.integers(1, 700)),
     exact=st.booleans(),
@@ -63,16 +63,17 @@ def test_linear(
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, exact: bool) -> None:
-    """Batches of 1 to 64, every place in them, on one thread and on three."""
+    """Batches of 1 to 64, every place in them, and chunks of a prompt; on one thread and three."""
     weight, offset = layer(100, 300, dtype, 3, exact, bias=True)
     linear = PackedLinear(weight, offset)
-    x = torch.randn(64, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
-    alone = torch.cat([linear(x[row : row + 1]) for row in range(64)])
+    most = 257
+    x = torch.randn(most, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = torch.cat([linear(x[row : row + 1]) for row in range(most)])
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        for size in range(1, 65):
+        for size in (*range(1, 65), 95, 96, 97, 145, 256, most):
             assert torch.equal(linear(x[:size]), alone[:size]), (threads, size)
-            assert torch.equal(linear(x[64 - size :]), alone[64 - size :]), (threads, size)
+            assert torch.equal(linear(x[most - size :]), alone[most - size :]), (threads, size)
 
 
 def test_weights_that_bf16_holds_take_half_the_memory_and_give_the_same_bits() -> None:
@@ -134,6 +135,15 @@ def test_onednn_computes_the_same_function() -> None:
     assert torch.allclose(OneDnnLinear(weight, bias)(x), PackedLinear(weight, bias)(x), atol=1e-4)
 
 
+class OneDnn:
+    """Stands for oneDNN's layer where the processor has none for bf16."""
+
+    kind = "onednn"
+
+    def __init__(self, weight: torch.Tensor, bias: Any) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("dtype", "deterministic", "onednn_s", "takes_bf16", "kind"),
     [
@@ -152,12 +162,6 @@ def test_the_faster_layer_is_chosen_where_the_batch_may_decide(
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class OneDnn:
-        kind = "onednn"
-
-        def __init__(self, weight: torch.Tensor, bias: Any) -> None:
-            pass
-
     monkeypatch.setattr(module, "OneDnnLinear", OneDnn)
     monkeypatch.setattr(module, "onednn_takes_bf16", lambda: takes_bf16)
     monkeypatch.setattr(module, "_onednn_is_faster", {})
@@ -166,3 +170,22 @@ def test_the_faster_layer_is_chosen_where_the_batch_may_decide(
     weight = torch.ones(32, 16, dtype=dtype)
     for _ in range(2):
         assert choose_linear(weight, None, deterministic=deterministic).kind == kind
+
+
+def test_the_native_layer_is_not_timed_beside_threads_that_torch_left_looking_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They hold its cores for a while after packing, and after each call of oneDNN's."""
+    seen = []
+
+    def seconds(of: Any, rows: int, weight: torch.Tensor) -> float:
+        seen.append(of.kind)
+        return 1.0
+
+    monkeypatch.setattr(module, "OneDnnLinear", OneDnn)
+    monkeypatch.setattr(module, "onednn_takes_bf16", lambda: True)
+    monkeypatch.setattr(module, "_onednn_is_faster", {})
+    monkeypatch.setattr(module, "_seconds", seconds)
+    monkeypatch.setattr("kernels.native.linear.time.sleep", lambda _seconds: seen.append("pause"))
+    choose_linear(torch.ones(32, 16, dtype=torch.bfloat16), None, deterministic=False)
+    assert seen == ["pause", "native", "native", "onednn", "onednn"]
