@@ -1,6 +1,7 @@
 """Composition root of the scheduler: servers, Redis, lease, and one Term per epoch led."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -233,4 +234,8 @@ async def main(argv: list[str], environ: dict[str, str], stop: asyncio.Event) ->
     """The process's body."""
     config = settings.load(argv, environ)
     logs.configure(SCHEDULER, config.log_level)
-    return await SchedulerApp(config).run(stop)
+    app = SchedulerApp(config)
+    # What is there now stays: to look through it for garbage again and again would hold the loop.
+    gc.collect()
+    gc.freeze()
+    return await app.run(stop)

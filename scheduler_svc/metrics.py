@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from scheduler_svc.core.ready import CoreStats, CoreView, Finish, Ready
+from scheduler_svc.step_histogram import StepHistogram
 from servicekit.metrics import LATENCY_BUCKETS_S, SIZE_BUCKETS, STEP_BUCKETS_S
 
 _PREEMPTION_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -39,6 +40,10 @@ class SchedulerMetrics:
             metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
             return metric.labels(model_name)
 
+        def step_histogram(name: str, text: str, buckets: tuple[float, ...]) -> StepHistogram:
+            labels = {"model_name": model_name}
+            return StepHistogram(name, text, labels=labels, bounds=buckets, registry=registry)
+
         def counter(name: str, text: str) -> Counter:
             return Counter(name, text, ["model_name"], registry=registry).labels(model_name)
 
@@ -54,17 +59,17 @@ class SchedulerMetrics:
         self._preemptions = histogram(
             "vllm:request_num_preemptions", "Preemptions of a request.", _PREEMPTION_BUCKETS
         )
-        self._step_tokens = histogram(
+        self._step_tokens = step_histogram(
             "vllm:iteration_tokens_total", "Tokens planned in a step.", SIZE_BUCKETS
         )
-        self._plan_bytes = histogram("quire:plan_bytes", "Size of a plan.", SIZE_BUCKETS)
-        self._plan_to_result = histogram(
+        self._plan_bytes = step_histogram("quire:plan_bytes", "Size of a plan.", SIZE_BUCKETS)
+        self._plan_to_result = step_histogram(
             "quire:plan_to_result_seconds", "Plan sent to result received.", STEP_BUCKETS_S
         )
-        self._plan_time = histogram(
+        self._plan_time = step_histogram(
             "quire:plan_seconds", "Time in the core, per round of events.", STEP_BUCKETS_S
         )
-        self._worker_idle = histogram(
+        self._worker_idle = step_histogram(
             "quire:worker_idle_seconds", "A worker's wait for its next plan.", STEP_BUCKETS_S
         )
         self._model_name = model_name

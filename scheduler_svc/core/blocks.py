@@ -167,8 +167,7 @@ class BlockPool:
         for block, entry in filled:
             assert counts[block] > 0, f"block {block} is published without an owner"
             assert block not in cached, f"block {block} is published twice"
-            if entry[0] not in index:
-                index[entry[0]] = block
+            if index.setdefault(entry[0], block) == block:
                 cached[block] = entry
 
     def _evict(self) -> BlockId:

@@ -179,7 +179,11 @@ def find_placement(
         spare = pool.num_free - num_new - (pool.num_free_among(cached) if cached else 0)
         if spare < watermark(worker, config):
             continue
-        cost = load(worker, len(request.token_ids) - num_cached)
+        cost = policy.placement_cost(
+            num_uncached=len(request.token_ids) - num_cached,
+            num_pending_prefill=worker.num_pending_prefill,
+            num_running=len(worker.running),
+        )
         if best is None or (cost, worker is not planning) < (
             best.cost,
             best.worker is not planning,

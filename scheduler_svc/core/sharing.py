@@ -41,13 +41,14 @@ class PrefixSharing:
 
     def coming(self, request: Request, worker: WorkerState, num_cached: int) -> list[BlockHash]:
         """Names after the num_cached blocks of blocks that running requests are about to fill."""
-        if not worker.coming:
+        coming, names = worker.coming, request.block_hashes
+        if not coming:
             return []
-        num_usable, names = self._num_usable(request, worker), request.block_hashes
-        if num_cached >= num_usable or names[num_cached] not in worker.coming:
-            return []
-        usable = islice(names, num_cached, num_usable)
-        return list(takewhile(worker.coming.__contains__, usable))
+        is_named = request.hashed_block_size == worker.capacity.block_size
+        if is_named and (num_cached >= len(names) or names[num_cached] not in coming):
+            return []  # mostly
+        usable = islice(names, num_cached, self._num_usable(request, worker))
+        return list(takewhile(coming.__contains__, usable))
 
     def announce(self, request: Request, worker: WorkerState) -> None:
         """The request, just admitted, will fill the blocks of its known tokens."""
