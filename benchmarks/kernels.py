@@ -8,8 +8,10 @@ are torch and, where they were compiled, the native kernels, for linear layers o
 weights as well; with a CUDA device torch and triton run there. Of the kernels those that
 QUIRE_DETERMINISTIC=1 takes are the native ones; whole forwards are timed in either mode.
 
-Rounds of the back ends take turns, so that what else runs on the machine slows all of them. Nothing
-is asserted: figures depend on the machine.
+Back ends take turns, so that what else runs on the machine slows all of them. On a CPU a turn
+begins with a pause: torch's OpenMP threads look out for work for several milliseconds after a call,
+on the cores that the next one needs. Its first call wakes the threads of that back end, and does
+not count where others follow. Nothing is asserted: figures depend on the machine.
 """
 
 import argparse
@@ -30,7 +32,10 @@ from gpu_worker.runner import keep_freed_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COPY_BYTES = 256 << 20
-MIN_ROUNDS, MAX_ROUNDS, ROUND_BUDGET_S = 5, 200, 1.0
+MIN_TURNS, MAX_TURNS, BUDGET_S = 5, 40, 1.0
+# A turn makes so many calls, or fewer where the time is over.
+CALLS_OF_TURN, TURN_S = 6, 0.02
+PAUSE_S = 0.025
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,25 +57,32 @@ class Result:
 def medians_s(
     functions: Sequence[Callable[[], Any]], device: str, budget_s: float
 ) -> tuple[float, ...]:
-    """Of a bounded number of rounds in turn, after two to warm up (slow ones: one)."""
+    """Of a bounded number of turns, after one to warm up."""
     times: list[list[float]] = [[] for _ in functions]
-    started = time.perf_counter()
-    for _ in range(2):
-        for function in functions:
-            function()
-        if time.perf_counter() - started > budget_s * len(functions):
-            break
-    started = time.perf_counter()
-    while len(times[0]) < MIN_ROUNDS or (
-        len(times[0]) < MAX_ROUNDS and time.perf_counter() - started < budget_s * len(functions)
+    for function in functions:
+        function()
+    turns, started = 0, time.perf_counter()
+    while turns < MIN_TURNS or (
+        turns < MAX_TURNS and time.perf_counter() - started < budget_s * len(functions)
     ):
+        turns += 1
         for function, of in zip(functions, times, strict=True):
-            _wait(device)
-            before = time.perf_counter()
-            function()
-            _wait(device)
-            of.append(time.perf_counter() - before)
+            if device == "cpu":
+                time.sleep(min(PAUSE_S, budget_s))
+            of.extend(_turn_s(function, device))
     return tuple(sorted(of)[len(of) // 2] for of in times)
+
+
+def _turn_s(function: Callable[[], Any], device: str) -> list[float]:
+    """Of the calls that count."""
+    times: list[float] = []
+    while len(times) < CALLS_OF_TURN and sum(times) < TURN_S:
+        _wait(device)
+        before = time.perf_counter()
+        function()
+        _wait(device)
+        times.append(time.perf_counter() - before)
+    return times[1:] or times
 
 
 def _wait(device: str) -> None:
@@ -82,7 +94,7 @@ def copy_bytes_per_s(device: str, size: int = COPY_BYTES) -> float:
     """Bytes that a torch copy reads and writes in a second."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    (seconds,) = medians_s([lambda: target.copy_(source)], device, ROUND_BUDGET_S)
+    (seconds,) = medians_s([lambda: target.copy_(source)], device, BUDGET_S)
     return 2 * size / seconds
 
 
@@ -125,7 +137,7 @@ def run(
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     size = COPY_BYTES >> 6 if quick else COPY_BYTES
     floors = {device: copy_bytes_per_s(device, size) for device in devices}
-    budget_s = 0 if quick else ROUND_BUDGET_S
+    budget_s = 0 if quick else BUDGET_S
     seen = set()  # the sampler's dtype is always the same
     for device, dtype in itertools.product(devices, dtypes):
         of = DTYPES[dtype]
