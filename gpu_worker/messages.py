@@ -14,6 +14,8 @@ from gpu_worker.ports import Operation, SamplingSpec
 # Logprobs, those of likely tokens included, that one message to a gateway may hold: at 9 bytes each
 # at most, well under the bound of a gRPC message.
 MAX_BATCH_LOGPROBS = 2**20
+# Tokens, five bytes each at most: rows that come from other workers repeat all their output.
+MAX_BATCH_TOKENS = 2**20
 
 
 class FinishReason(enum.IntEnum):

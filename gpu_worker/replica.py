@@ -22,6 +22,7 @@ from itertools import islice
 from gpu_worker import digest
 from gpu_worker.messages import (
     MAX_BATCH_LOGPROBS,
+    MAX_BATCH_TOKENS,
     Fault,
     FaultCode,
     FaultScope,
@@ -74,7 +75,7 @@ class AppliedPlan:
 class CompletedStep:
     """What the step gave: result columns, and under its reply_to a gateway's batch.
 
-    More than one batch where logprobs would make it too large.
+    More than one batch where tokens that are repeated, or logprobs, would make it too large.
     """
 
     slots: Sequence[int]
@@ -143,7 +144,7 @@ class _BatchBuilder:
 
 
 class _Outgoing:
-    """Batches of one step. Those without logprobs are never split."""
+    """Batches of one step, split where tokens or logprobs would be too many for a message."""
 
     def __init__(self) -> None:
         self.open: dict[bytes, _BatchBuilder] = {}
@@ -155,10 +156,15 @@ class _Outgoing:
         if builder is not None and num_logprobs:
             if builder.num_logprobs + num_logprobs <= MAX_BATCH_LOGPROBS:
                 return builder
-            self._full.append((reply_to, builder))
             builder = None
-        if builder is None:
-            builder = self.open[reply_to] = _BatchBuilder()
+        return builder or self.fresh(reply_to)
+
+    def fresh(self, reply_to: bytes) -> _BatchBuilder:
+        """A new one; the one that was open is full."""
+        full = self.open.get(reply_to)
+        if full is not None:
+            self._full.append((reply_to, full))
+        builder = self.open[reply_to] = _BatchBuilder()
         return builder
 
     def build(self, step: int) -> list[tuple[bytes, TokenBatch]]:
@@ -291,7 +297,9 @@ class Replica:
             elif row.ended is not None or len(row.tokens) - row.prompt_len > row.num_emitted:
                 # All known output that has not been sent; in its first batch from emit_from on.
                 tokens = row.tokens[row.prompt_len + row.num_emitted :]
-                builder = outgoing.open.get(row.reply_to) or outgoing.builder(row.reply_to)
+                builder = outgoing.open.get(row.reply_to)
+                if builder is None or len(builder.token_ids) + len(tokens) > MAX_BATCH_TOKENS:
+                    builder = outgoing.fresh(row.reply_to)
                 builder.add(row, tokens, row.ended)
         self._recent.extend(_finished(row) for row in finished)
         # The scheduler may not know of the cancels, nor which rows they have left out.
@@ -443,4 +451,6 @@ def _finished(row: Row) -> FinishedRequest:
 
 
 def _row_fault(row: Row, message: str) -> Fault:
-    return Fault(scope=FaultScope.REQUEST, code=FaultCode.COMPUTE, slot=row.slot, message=message)
+    return Fault(
+        scope=FaultScope.REQUEST, code=FaultCode.COMPUTE, slot=row.slot, message=message[:500]
+    )

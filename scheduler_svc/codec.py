@@ -6,13 +6,14 @@ Everything from outside is checked here: what leaves this module is safe to feed
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
 from google.protobuf.message import DecodeError
 from quire.v1 import common_pb2, operations_pb2, queue_pb2, worker_pb2
 
+from scheduler_svc import limits
 from scheduler_svc.core import ready
 from scheduler_svc.core.events import RequestArrived
 from scheduler_svc.core.types import (
@@ -367,7 +368,7 @@ def decode_worker_message(raw: bytes) -> WorkerMessage | None:
         case "cancels":
             return Cancels(request_ids=_request_ids(message.cancels.request_ids))
         case "subscriptions":
-            return Subscriptions(gateway_ids=frozenset(message.subscriptions.gateway_ids))
+            return Subscriptions(gateway_ids=_gateway_ids(message.subscriptions.gateway_ids))
         case "hello":
             return _hello(message.hello)
         case "snapshot":
@@ -375,6 +376,7 @@ def decode_worker_message(raw: bytes) -> WorkerMessage | None:
         case "draining":
             return Draining()
         case "refused":
+            _require(message.refused.highest_epoch <= limits.MAX_EPOCH, "no epoch is so high")
             return Refused(highest_epoch=message.refused.highest_epoch)
         case None:
             return None
@@ -383,10 +385,14 @@ def decode_worker_message(raw: bytes) -> WorkerMessage | None:
 
 
 def _step_report(result: worker_pb2.StepResult) -> StepReport:
+    num_rows = max(len(result.slots), len(result.finish_reasons), len(result.faults))
+    _require(num_rows <= limits.MAX_SLOTS, "more rows than any worker has")
+    _require(len(result.operations_done) <= limits.MAX_OPERATIONS, "too many operations")
     # By slices: a copy in one go, where walking a column costs a call for each number.
     slots, token_ids = tuple(result.slots[:]), tuple(result.token_ids[:])
     times = result.times
     _require(len(slots) == len(token_ids), "columns slots and token_ids differ in length")
+    _require(not token_ids or max(token_ids) <= MAX_TOKEN_ID, "token_ids must be below 2^31")
     finished: tuple[tuple[Slot, FinishReason], ...] = ()
     if result.finished_slots:
         reasons = [_FINISH.get(int(r)) for r in result.finish_reasons]
@@ -415,7 +421,7 @@ def _fault(fault: worker_pb2.Fault) -> FaultReport:
         scope=scopes.get(int(fault.scope), FaultScope.WORKER),
         code=_code_name(int(fault.code)),
         slot=fault.slot,
-        message=fault.message,
+        message=fault.message[: limits.MAX_FAULT_CHARS],
         digest_mismatch=fault.code == worker_pb2.Fault.CODE_DIGEST_MISMATCH,
     )
 
@@ -430,24 +436,23 @@ def _hello(hello: worker_pb2.Hello) -> Hello:
     _require(hello.incarnation != 0, "incarnation must not be 0")
     _require(len(hello.cache_groups) == 1, "exactly one cache group is supported")
     group = hello.cache_groups[0]
-    _require(group.block_size >= 1, "block_size must be at least 1")
+    _require(1 <= group.block_size <= limits.MAX_BLOCK_SIZE, "block_size must be from 1 to 65536")
     _require(group.num_device_blocks >= 1, "num_device_blocks must be at least 1")
-    _require(hello.num_slots >= 1, "num_slots must be at least 1")
-    _require(hello.max_num_batched_tokens >= 1, "max_num_batched_tokens must be at least 1")
-    _require(hello.max_model_len >= 1, "max_model_len must be at least 1")
+    for name in ("num_slots", "max_num_batched_tokens", "max_model_len"):
+        _require(getattr(hello, name) >= 1, f"{name} must be at least 1")
     return Hello(
         min_schema_revision=hello.min_schema_revision,
         max_schema_revision=hello.max_schema_revision,
         worker_id=WorkerId(hello.worker_id),
         incarnation=hello.incarnation,
-        model_digest=hello.model_digest,
+        model_digest=hello.model_digest[:_MAX_NAME_BYTES],
         capacity=WorkerCapacity(
-            num_slots=hello.num_slots,
-            num_blocks=group.num_device_blocks,
+            num_slots=min(hello.num_slots, limits.MAX_SLOTS),
+            num_blocks=min(group.num_device_blocks, limits.MAX_BLOCKS),
             block_size=group.block_size,
             max_num_batched_tokens=hello.max_num_batched_tokens,
-            max_model_len=hello.max_model_len,
-            num_host_blocks=group.num_host_blocks,
+            max_model_len=min(hello.max_model_len, limits.MAX_MODEL_LEN),
+            num_host_blocks=min(group.num_host_blocks, limits.MAX_BLOCKS),
             block_bytes=group.block_bytes,
         ),
         cost=CostProfile(
@@ -462,7 +467,7 @@ def _hello(hello: worker_pb2.Hello) -> Hello:
 
 
 def _cost(value: float) -> float:
-    return value if math.isfinite(value) and value > 0.0 else 0.0
+    return value if limits.LEAST_COST <= value <= limits.MOST_COST else 0.0
 
 
 def _snapshot(snapshot: worker_pb2.Snapshot) -> SnapshotChunk:
@@ -473,15 +478,22 @@ def _snapshot(snapshot: worker_pb2.Snapshot) -> SnapshotChunk:
         _raise_attempt(attempts, ended.request_id, ended.attempt)
     return SnapshotChunk(
         attempts=attempts,
-        gateway_ids=frozenset(snapshot.gateway_ids),
+        gateway_ids=_gateway_ids(snapshot.gateway_ids),
         last=snapshot.last,
     )
 
 
 def _raise_attempt(attempts: dict[RequestId, int], request_id: bytes, attempt: int) -> None:
+    _require(len(request_id) == 16 and attempt <= MAX_TOKEN_ID, "no such request can be held")
     key = RequestId(request_id)
     attempts[key] = max(attempt, attempts.get(key, 0))
 
 
-def _request_ids(ids: Iterable[bytes]) -> tuple[RequestId, ...]:
+def _gateway_ids(ids: Collection[str]) -> frozenset[str]:
+    _require(len(ids) <= limits.MAX_GATEWAYS and all(map(_good_name, ids)), "bad gateway ids")
+    return frozenset(ids)
+
+
+def _request_ids(ids: Collection[bytes]) -> tuple[RequestId, ...]:
+    _require(len(ids) <= limits.MAX_CANCELS, "too many cancels in one message")
     return tuple(RequestId(i) for i in ids if len(i) == 16)

@@ -194,6 +194,7 @@ class _CoreCollector(Collector):
             ("quire:requests_recovered", "Moved from lost workers.", stats.num_recovered),
             ("quire:requests_superseded", "Replaced by gateways.", stats.num_superseded),
             ("quire:core_stale_results", "Results the core dropped.", stats.num_stale_results),
+            ("quire:bad_results", "Results that can't be.", stats.num_bad_results),
             ("quire:stale_tokens", "Tokens of ended requests.", stats.num_stale_tokens),
             ("quire:stale_arrivals", "Repeated queue entries.", stats.num_stale_arrivals),
             ("quire:wasted_rows", "Planned rows that had ended.", stats.num_wasted_rows),

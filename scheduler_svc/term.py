@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from scheduler_svc.adapters.backlog_redis import BacklogPublisher
+from scheduler_svc.adapters.cancels import CancelsOnce
 from scheduler_svc.adapters.gateway_watch import GatewayWatch
 from scheduler_svc.adapters.inbox_redis import RequestInbox
 from scheduler_svc.adapters.lease import LeaderLease
@@ -69,6 +70,7 @@ class Term:
         self._lease = lease
         self._redis = redis
         self.queue = EventQueue()
+        sink = CancelsOnce(self.queue)
         access = FencedRedis(redis.commands, model=model, epoch=epoch, health=redis.health)
         self.outbox = CompletionOutbox(access)
         self.links = WorkerLinks(
@@ -77,7 +79,7 @@ class Term:
             epoch=epoch,
             grace_s=settings.worker_grace_s,
             clock=clock,
-            sink=self.queue,
+            sink=sink,
             observer=metrics,
             health=redis.health,
         )
@@ -92,7 +94,7 @@ class Term:
         self._inbox = RequestInbox(
             access,
             clock=clock,
-            sink=self.queue,
+            sink=sink,
             outbox=self.outbox,
             has_room=_Room(core, clock, self.outbox).has_room,
             saw_gateway=self._gateways.saw_request,

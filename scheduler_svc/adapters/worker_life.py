@@ -2,21 +2,29 @@
 
 Rules: plans go out in order and are kept until their results have come; results count once and in
 order. The first plan of a life carries `reset`; what came before it belongs to an older life.
-Bounded by the plans that the core lets be in flight.
+Bounded by the plans that the core lets be in flight. A worker that breaks the protocol loses its
+stream, and its life if it does so MAX_BREACHES times without a result between: a resumed session
+repeats what was lost, but also what was wrong.
 """
 
 from collections import deque
 
-from scheduler_svc import codec
+from scheduler_svc import codec, limits
 from scheduler_svc.adapters.loss_rules import WorkerHealth
 from scheduler_svc.core.events import StepCompleted, StepFailed
 from scheduler_svc.core.ready import StepPlan
 from scheduler_svc.core.types import FaultScope, WorkerId
 from scheduler_svc.ports import Hello, SnapshotChunk, StepReport
 
+MAX_BREACHES = 2
+
 
 class LinkError(Exception):
-    """The worker broke the protocol, or the stream ended; the session is over."""
+    """The session is over: the stream ended, or can't be used."""
+
+
+class ProtocolError(LinkError):
+    """The worker said what can't be."""
 
 
 class CannotResumeError(Exception):
@@ -46,6 +54,13 @@ class WorkerLife:
         # Plans with their last steps, oldest first.
         self._unreturned: deque[tuple[int, bytes]] = deque()
         self._snapshot_gateways: set[str] = set()
+        # Since the last result.
+        self._num_breaches = 0
+
+    def breached(self) -> bool:
+        """It has broken the protocol; returns whether that was once too often."""
+        self._num_breaches += 1
+        return self._num_breaches >= MAX_BREACHES
 
     def plan(self, plan: StepPlan, now_ns: int) -> bytes | None:
         """The plan as it goes on the wire; None if it was meant for an older life."""
@@ -71,6 +86,8 @@ class WorkerLife:
             raise CannotResumeError("another incarnation answered")
         if applied < self.last_result_step and self.last_result_step >= self._first_step > 0:
             raise CannotResumeError("it has forgotten steps")
+        if self._first_step > 0 and applied > self._last_planned_step:
+            raise CannotResumeError("it has steps that it was never sent")
         if applied >= oldest_needed > 1 and hello.first_result_step > oldest_needed:
             raise CannotResumeError("it no longer has the results")
         return [raw for last_step, raw in self._unreturned if last_step > applied]
@@ -78,13 +95,13 @@ class WorkerLife:
     def event(self, report: StepReport, now_ns: int) -> StepCompleted | StepFailed | None:
         """What the core is to be told; None for a result of an older life or a repeated one.
 
-        Raises LinkError for a result out of order. `returned` must follow once the core has it.
+        Raises ProtocolError for a result out of order. `returned` must follow once the core has it.
         """
         stale = report.epoch != self._epoch or report.step <= self.last_result_step
         if stale or self._first_step == 0:
             return None
         if not self._unreturned or report.step != self.last_result_step + 1:
-            raise LinkError(f"result of step {report.step} follows {self.last_result_step}")
+            raise ProtocolError(f"result of step {report.step} follows {self.last_result_step}")
         for fault in report.faults:
             if fault.scope is not FaultScope.REQUEST:
                 return StepFailed(
@@ -112,13 +129,23 @@ class WorkerLife:
     def returned(self, now_ns: int) -> int:
         """The oldest step's result is with the core; returns the time since it was sent."""
         self.last_result_step += 1
+        self._num_breaches = 0
         if self._unreturned[0][0] == self.last_result_step:
             self._unreturned.popleft()
         return self.health.returned(now_ns)
 
+    @property
+    def _last_planned_step(self) -> int:
+        return self._unreturned[-1][0] if self._unreturned else self.last_result_step
+
     def snapshot_gateways(self, chunk: SnapshotChunk) -> frozenset[str] | None:
-        """The gateways of a snapshot that follows a resync, once it is whole."""
+        """The gateways of a snapshot that follows a resync, once it is whole.
+
+        Raises ProtocolError.
+        """
         self._snapshot_gateways |= chunk.gateway_ids
+        if len(self._snapshot_gateways) > limits.MAX_GATEWAYS:
+            raise ProtocolError("the snapshot names too many gateways")
         if not chunk.last:
             return None
         whole = frozenset(self._snapshot_gateways)

@@ -17,9 +17,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from scheduler_svc import codec
+from scheduler_svc import codec, limits
 from scheduler_svc.adapters.loss_rules import MAX_PATIENCE, WorkerHealth
-from scheduler_svc.adapters.worker_life import CannotResumeError, LinkError, WorkerLife
+from scheduler_svc.adapters.worker_life import (
+    CannotResumeError,
+    LinkError,
+    ProtocolError,
+    WorkerLife,
+)
 from scheduler_svc.core.events import (
     RequestCancelled,
     WorkerDraining,
@@ -56,6 +61,7 @@ RESUME_PAUSE_S = 0.05
 DIAL_PAUSE_S = 0.5
 GIVEN_UP_PAUSE_S = 5.0
 _MAX_DEAD_INCARNATIONS = 8
+_MAX_LOGGED_FAULTS = 16
 
 
 _SESSION_ERRORS = (
@@ -66,6 +72,8 @@ _SESSION_ERRORS = (
     codec.MalformedError,
     TimeoutError,
 )
+
+_BREACHES = (ProtocolError, codec.MalformedError)
 
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
@@ -222,6 +230,9 @@ class WorkerLink:
         self._pause_s = RESUME_PAUSE_S if self._life is not None else DIAL_PAUSE_S
         if self._life is not None and self._life.draining:
             self._end_life("it has left")
+        elif self._life is not None and isinstance(error, _BREACHES) and self._life.breached():
+            self._cool_off = True
+            self._end_life("it broke the protocol")
 
     async def _lose(self) -> None:
         life, reason = self._life, self._ending
@@ -272,9 +283,9 @@ class WorkerLink:
     async def _read_hello(self, call: Call) -> Hello:
         message = await _read(call)
         if isinstance(message, Refused):
-            raise EpochTooLowError(message.highest_epoch)
+            raise self._refused(message)
         if not isinstance(message, Hello):
-            raise LinkError("the first message is no Hello")
+            raise ProtocolError("the first message is no Hello")
         if not (
             message.min_schema_revision <= codec.SCHEMA_REVISION <= message.max_schema_revision
         ):
@@ -287,6 +298,12 @@ class WorkerLink:
         if message.worker_id != self.worker_id:
             raise LinkError(f"the worker there is {message.worker_id!r}")
         return message
+
+    def _refused(self, message: Refused) -> Exception:
+        """What a refusal says: the term is over only if there has been a later one."""
+        if message.highest_epoch <= self._epoch:
+            return ProtocolError(f"refused by a worker that knows epoch {message.highest_epoch}")
+        return EpochTooLowError(message.highest_epoch)
 
     def _resume(self, life: WorkerLife, hello: Hello) -> None:
         """The worker is the same and has all that is needed, or its life ends."""
@@ -311,11 +328,11 @@ class WorkerLink:
                 if isinstance(chunk, Heartbeat) or chunk is None:
                     continue
                 if not isinstance(chunk, SnapshotChunk):
-                    raise LinkError(f"{type(chunk).__name__} before the snapshot's end")
+                    raise ProtocolError(f"{type(chunk).__name__} before the snapshot's end")
                 attempts.update(chunk.attempts)
                 gateway_ids |= chunk.gateway_ids
-                if len(attempts) > MAX_SNAPSHOT_REQUESTS:
-                    raise LinkError("the snapshot is too long")
+                if len(attempts) > MAX_SNAPSHOT_REQUESTS or len(gateway_ids) > limits.MAX_GATEWAYS:
+                    raise ProtocolError("the snapshot is too long")
                 if chunk.last:
                     break
         whole, draining = await self._until_free(call, frozenset(gateway_ids))
@@ -382,7 +399,7 @@ class WorkerLink:
                 case StepReport() | None:
                     pass  # of an older life
                 case _:
-                    raise LinkError(f"{type(message).__name__} out of place")
+                    raise ProtocolError(f"{type(message).__name__} out of place")
 
     async def _exchange(self, call: Call, life: WorkerLife) -> None:
         writer = asyncio.get_running_loop().create_task(self._write_plans(call))
@@ -422,17 +439,17 @@ class WorkerLink:
         await self._sink.put(event)
         lag_ns = life.returned(now_ns)  # not before: a session cut while it waits asks again
         self._observer.step_returned(lag_ns / 1e9, report.idle_us)
-        for fault in report.faults:
+        for fault in report.faults[:_MAX_LOGGED_FAULTS]:
             self._log.warning(
                 "fault",
                 step=report.step,
                 scope=fault.scope.name,
                 code=fault.code,
                 slot=fault.slot,
-                detail=fault.message[:500],
+                detail=fault.message,
             )
-            if fault.digest_mismatch:
-                self._observer.digest_mismatch()
+        if any(fault.digest_mismatch for fault in report.faults):
+            self._observer.digest_mismatch()
 
     async def _take_other(
         self, life: WorkerLife, message: WorkerMessage | None, now_ns: int
@@ -451,9 +468,9 @@ class WorkerLink:
             case Draining():
                 await self._drains(life, now_ns)
             case Refused():
-                raise EpochTooLowError(message.highest_epoch)
+                raise self._refused(message)
             case Hello() | StepReport():
-                raise LinkError(f"{type(message).__name__} out of place")
+                raise ProtocolError(f"{type(message).__name__} out of place")
 
     async def _cancelled(self, cancels: Cancels, now_ns: int) -> None:
         for request_id in cancels.request_ids:

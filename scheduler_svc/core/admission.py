@@ -17,7 +17,7 @@ Rules:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from scheduler_svc.core import fork, planner, policy
+from scheduler_svc.core import fork, plan_size, planner, policy
 from scheduler_svc.core.account import Overtakes, Wait
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.fork import Fork
@@ -79,6 +79,7 @@ class Admission:
         self._waiting = waiting
         self._tenants = tenants
         self._is_fair = config.scheduling_policy == "fair"
+        self._is_static = config.scheduling_policy == "static"
         self._workers = workers
         self._overtakes = Overtakes()
         self._stranded_check_at_ns = 0
@@ -112,7 +113,7 @@ class Admission:
 
     def fill(self, worker: WorkerState, budget: StepBudget, now_ns: int) -> None:
         """Admits from the queue what belongs on this worker now."""
-        most = 0 if worker.draining else self._most(worker)
+        most = 0 if worker.draining else self.most(worker)
         if most == 0 or not self._is_open(worker, budget):
             return
         several = len(self._waiting) > 1 and len(self._workers) > 1
@@ -154,7 +155,11 @@ class Admission:
             workers = [
                 w
                 for w in workers
-                if w is fill.worker or not w.swap.swapped or not self.is_barred(w, request)
+                if w is fill.worker
+                or (
+                    (not self._is_static or self.most(w) > 0)
+                    and not (w.swap.swapped and self.is_barred(w, request))
+                )
             ]
         placement, reason = self._find_placement(fill, request, workers)
         if reason is Wait.BLOCKS:
@@ -285,8 +290,8 @@ class Admission:
             request.held_for = coming[-1]
         return held
 
-    def _most(self, worker: WorkerState) -> int:
-        """How many requests may be admitted into this step at most."""
+    def most(self, worker: WorkerState) -> int:
+        """How many requests the worker may be given at most, whatever their size."""
         num_seats = planner.num_free_seats(worker, self._config)
         if num_seats == 0:
             return 0
@@ -300,10 +305,15 @@ class Admission:
     def _is_open(self, worker: WorkerState, budget: StepBudget) -> bool:
         """Whether there are tokens and blocks for one more request in this step.
 
-        A static batch is admitted whole; what the step's budget does not hold starts later.
+        A static batch is admitted whole, or as much of it as a plan can carry; what the step's
+        budget does not hold starts later.
         """
-        has_tokens = budget.num_tokens > 0 or self._config.scheduling_policy == "static"
-        return has_tokens and worker.pool.num_free > planner.watermark(worker, self._config)
+        has_tokens = budget.num_tokens > 0 or self._is_static
+        return (
+            has_tokens
+            and worker.num_admit_bytes < plan_size.ADMIT_BYTES
+            and worker.pool.num_free > planner.watermark(worker, self._config)
+        )
 
     def _admit(self, request: Request, placement: Placement, now_ns: int) -> None:
         worker, num_cached = placement.worker, placement.num_cached

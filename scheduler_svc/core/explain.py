@@ -6,7 +6,7 @@ from scheduler_svc.core.account import Account
 from scheduler_svc.core.lifecycle import RequestState
 from scheduler_svc.core.ready import CoreView, Explanation, Finish
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.types import RequestId
+from scheduler_svc.core.types import FinishReason, RequestId
 from scheduler_svc.core.worker_state import WorkerState
 
 # Ended requests that can still be explained; the oldest are forgotten.
@@ -73,6 +73,45 @@ def held(
         num_preemptions=request.num_preemptions,
         arrived_ns=request.arrived_ns,
         now_ns=now_ns,
+        account=account,
+    )
+
+
+def why_never(request: Request, largest: WorkerState) -> str:
+    """Why a request fits on no worker, with the numbers of the one that has most blocks."""
+    return (
+        f"prompt ({request.prompt_len}) + max_tokens ({request.sampling.max_tokens}) need "
+        f"{largest.blocks_for(request.max_total_tokens - 1)} KV blocks of "
+        f"{largest.capacity.block_size} tokens; the largest worker has "
+        f"{largest.pool.num_blocks} and a context of {largest.capacity.max_model_len}"
+    )
+
+
+def end(
+    request: Request,
+    reason: FinishReason,
+    notify: bool,
+    message: str,
+    now_ns: int,
+    account: Account,
+) -> Finish:
+    """A request's end."""
+    return Finish(
+        request_id=request.request_id,
+        entry_id=request.entry_id,
+        attempt=request.attempt,
+        gateway_id=request.gateway_id,
+        reason=reason,
+        notify=notify,
+        message=message,
+        num_prompt_tokens=request.prompt_len,
+        num_output_tokens=request.num_output_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        arrived_ns=request.arrived_ns,
+        first_scheduled_ns=request.first_scheduled_ns,
+        first_token_ns=request.first_token_ns,
+        finished_ns=now_ns,
         account=account,
     )
 

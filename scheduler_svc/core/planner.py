@@ -132,10 +132,12 @@ def _make_room(
     """Blocks for the slots that lack one, one after the other, taken from the policy's victims.
 
     Blocks that wait for a copy to the host are on their way: for each of them one row is left out
-    of this step and loses nothing. Returns the decodes that are left. Each loop ends: a turn takes
-    one request off the worker.
+    of this step and loses nothing. So is a row whose victim would be a request that comes back: as
+    soon as its copy is done it has a slot, and then it can lose its blocks like any other. Returns
+    the decodes that are left. Each loop ends: a turn takes one request off the worker.
     """
     left_out: set[int] = set()
+    coming_back = [swapped.request for swapped in worker.swap.coming_back()]
     for slot in lacking.tolist():
         while slot in worker.running:
             found = worker.pool.allocate(1)
@@ -147,8 +149,13 @@ def _make_room(
                 left_out.add(slot)
                 break
             victim = policy.choose_victim(
-                config.scheduling_policy, worker.ranked, max_preemptions=config.max_preemptions
+                config.scheduling_policy,
+                [*worker.ranked, *coming_back],
+                max_preemptions=config.max_preemptions,
             )
+            if victim in coming_back:
+                left_out.add(slot)
+                break
             preempt(worker, victim)
     return column([s for s in decodes.tolist() if s in worker.running and s not in left_out])
 

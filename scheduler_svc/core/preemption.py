@@ -5,8 +5,8 @@ Rules:
 - a victim that another worker has room for moves there; else the policy chooses between copying
   what it computed to host blocks and computing it anew;
 - of a swapped request's blocks the first ones, cached and shared, are not copied but looked up
-  again; if they are gone when it could come back, or a step that was to compute the rest failed,
-  the swap is void and it begins anew;
+  again; if they are gone when its turn has come and none that is on its way back brings them, or a
+  step that was to compute the rest failed, the swap is void and it begins anew;
 - swapped requests come back in their turn, once the copy is done (then their steps have returned)
   and there is room with a margin; the first that can't come back holds up those after it, and
   whatever waits after it;
@@ -15,7 +15,7 @@ Rules:
 
 from collections.abc import Callable, Iterable
 
-from scheduler_svc.core import planner, policy
+from scheduler_svc.core import plan_size, planner, policy
 from scheduler_svc.core.account import Wait
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.config import CoreConfig
@@ -65,7 +65,7 @@ class Preemptions:
         mode = PreemptionMode.RECOMPUTE
         if self._fits_elsewhere(worker, request):
             mode = PreemptionMode.MOVE
-        elif 0 < num_blocks <= worker.swap.host.num_free:
+        elif 0 < num_blocks <= worker.swap.host.num_free and worker.swap.may_move(num_blocks):
             mode = policy.choose_preemption(
                 self._config.preemption_mode, cost, last=worker.last_preemption
             )
@@ -110,6 +110,7 @@ class Preemptions:
         return any(
             other is not worker
             and not other.draining
+            and self._admission.most(other) > 0
             and not self._admission.is_barred(other, request)
             and planner.fits(other, self._config, num_tokens)
             for other in self._admission.eligible(request)
@@ -137,6 +138,7 @@ class Preemptions:
                 request=request, num_computed=num_computed, first=first, host_blocks=host_blocks
             ),
             op_id,
+            worker.last_step + 1,
             copied,
         )
         self._stats.num_blocks_swapped_out += len(copied)
@@ -181,7 +183,8 @@ class Preemptions:
             key=lambda swapped: policy.turn(self._config.scheduling_policy, swapped.request),
         )
         for swapped in turns:
-            if not swapped.is_out and swapped.op_id is None:
+            is_here = not swapped.is_out and swapped.op_id is None
+            if is_here and worker.num_admit_bytes < plan_size.ADMIT_BYTES:
                 self._seat(worker, budget, swapped, now_ns)
         for swapped in turns if not is_short else ():
             if swapped.is_out and not self._begins_to_come(worker, budget, swapped, now_ns):
@@ -197,12 +200,19 @@ class Preemptions:
         assert request.num_in_flight == 0, "an operation is done before the steps that precede it"
         if not planner.has_seat(worker, self._config) or not self._may_lead(worker, request):
             return False
+        if not worker.swap.may_move(len(swapped.host_blocks)):
+            return False
+        if worker.num_admit_bytes >= plan_size.ADMIT_BYTES:
+            return False
         num_changes = pool.num_released + worker.num_prompt_blocks
         if swapped.had_no_room_at == num_changes:
             return False
         cached = self._sharing.match(request, worker).blocks
         num_cached = len(cached)
         if num_cached < swapped.first:
+            if worker.is_coming(request.block_hashes[num_cached : swapped.first]):
+                swapped.had_no_room_at = num_changes
+                return False
             self._void(worker, request)
             return True
         num_new = worker.blocks_for(len(request.token_ids)) - num_cached
@@ -232,7 +242,7 @@ class Preemptions:
             return
         targets: list[BlockId] = swapped.request.blocks[num_cached : num_cached + len(needed)]
         op_id = worker.operate(OperationKind.SWAP_IN, needed, targets)
-        worker.swap.begin_in(swapped, op_id, targets)
+        worker.swap.begin_in(swapped, op_id, worker.last_step + 1, targets)
         self._stats.num_blocks_swapped_in += len(needed)
 
     def _seat(self, worker: WorkerState, budget: StepBudget, swapped: Swapped, now_ns: int) -> None:

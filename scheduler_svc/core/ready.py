@@ -185,6 +185,8 @@ class CoreStats:
     num_superseded: int = 0
     num_stale_arrivals: int = 0
     num_stale_results: int = 0
+    # Results that could not be, whose workers were given up.
+    num_bad_results: int = 0
     num_stale_tokens: int = 0
     num_wasted_rows: int = 0
     num_failed_steps: int = 0

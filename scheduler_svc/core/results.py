@@ -20,6 +20,8 @@ from scheduler_svc.core.sharing import PrefixSharing
 from scheduler_svc.core.types import FinishReason
 from scheduler_svc.core.worker_state import WorkerState
 
+_NO_END = "the worker did not end the request at its last token"
+
 
 class Finishes(Protocol):
     """Ends a request."""
@@ -102,6 +104,12 @@ class ResultBook:
         if len(full):
             full_requests = list(map(worker.running.__getitem__, full.tolist()))
             self._sharing.publish(worker, full_requests, (confirmed[full] // size).tolist())
+        # None of these rows has been named as ended, yet some may have had their last token.
+        is_over = confirmed + 1 >= worker.rows.limit
+        if rest:
+            is_over &= by_slot > 0
+        for slot in batch.slots[is_over[batch.slots]].tolist():
+            self._finish(worker.running[slot], FinishReason.ERROR, notify=True, message=_NO_END)
 
     def _book_row(
         self, worker: WorkerState, flight: StepInFlight, given: "_Given", row: int, now_ns: int
@@ -146,6 +154,8 @@ class ResultBook:
                 notify=True,
                 message="the worker did not compute the request",
             )
+        elif request.num_output_tokens >= request.sampling.max_tokens:
+            self._finish(request, FinishReason.ERROR, notify=True, message=_NO_END)
 
 
 @dataclass(slots=True, kw_only=True)

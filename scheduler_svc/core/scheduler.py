@@ -10,7 +10,7 @@ Owns every request from arrival to its one end, and the state of every worker. R
 from itertools import chain
 from typing import assert_never
 
-from scheduler_svc.core import explain, planner
+from scheduler_svc.core import breaches, explain, planner
 from scheduler_svc.core.account import Account, Wait
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.arrivals import new_request
@@ -73,13 +73,16 @@ class SchedulerCore:
         self._num_arrivals = 0
         # Prompt and max_tokens of all requests that are held.
         self._num_total_tokens = 0
-        self._last_steps: dict[WorkerId, int] = {}
+        # The highest step of all sessions that are over: later ones begin above it.
+        self._last_step = 0
         self._attempts = AttemptMemory()
         self._deadlines = Deadlines()
         self._finishes: list[Finish] = []
         self._ended = EndedRequests()
         self._discards: list[str] = []
         self._given_up: list[WorkerId] = []
+        # Whether a request has been taken off its worker in this round of planning.
+        self._has_yielded = False
         self._sharing = PrefixSharing(
             enabled=config.enable_prefix_caching,
             hash_key=config.hash_key,
@@ -152,14 +155,19 @@ class SchedulerCore:
         """Plans every worker that has room for a plan, and hands out all that is to be done."""
         self._hand_over_from_draining()
         steps: list[StepPlan] = []
-        for worker in self._workers.values():
-            while worker.depth.may_plan(self._now_ns, worker.in_flight):
-                plan = planner.plan_step(
-                    worker, self.config, self._now_ns, self._preempt, self._fill
-                )
-                if plan is None:
-                    break
-                steps.append(plan)
+        for _ in range(2):
+            self._has_yielded = False
+            for worker in self._workers.values():
+                while worker.depth.may_plan(self._now_ns, worker.in_flight):
+                    plan = planner.plan_step(
+                        worker, self.config, self._now_ns, self._preempt, self._fill
+                    )
+                    if plan is None:
+                        break
+                    steps.append(plan)
+            # A worker that was looked at before may take what another one has just given up.
+            if not self._has_yielded:
+                break
         self.stats.planned(steps)
         self._end_stranded()
         ready = Ready(
@@ -242,15 +250,7 @@ class SchedulerCore:
             return
         largest = max(workers, key=lambda worker: worker.pool.num_blocks)
         self._finish(
-            request,
-            FinishReason.REJECTED,
-            notify=True,
-            message=(
-                f"prompt ({request.prompt_len}) + max_tokens ({request.sampling.max_tokens}) need "
-                f"{largest.blocks_for(request.max_total_tokens - 1)} KV blocks of "
-                f"{largest.capacity.block_size} tokens; the largest worker has "
-                f"{largest.pool.num_blocks} and a context of {largest.capacity.max_model_len}"
-            ),
+            request, FinishReason.REJECTED, notify=True, message=explain.why_never(request, largest)
         )
 
     def _cancelled(self, request_id: RequestId) -> None:
@@ -265,27 +265,10 @@ class SchedulerCore:
         if request.attempt > request.entry_attempt:
             # Its gateway may know of lower ones only and ask again if the end gets lost.
             self._attempts.note(request.request_id, request.attempt)
-        self._finishes.append(
-            Finish(
-                request_id=request.request_id,
-                entry_id=request.entry_id,
-                attempt=request.attempt,
-                gateway_id=request.gateway_id,
-                reason=reason,
-                notify=notify,
-                message=message,
-                num_prompt_tokens=request.prompt_len,
-                num_output_tokens=request.num_output_tokens,
-                num_cached_tokens=request.num_cached_tokens,
-                num_preemptions=request.num_preemptions,
-                arrived_ns=request.arrived_ns,
-                first_scheduled_ns=request.first_scheduled_ns,
-                first_token_ns=request.first_token_ns,
-                finished_ns=self._now_ns,
-                account=self._account(request),
-            )
-        )
-        self._ended.note(self._finishes[-1])
+        account = self._account(request)
+        end = explain.end(request, reason, notify, message, self._now_ns, account)
+        self._finishes.append(end)
+        self._ended.note(end)
 
     def _drop(self, request: Request) -> None:
         """Takes a request out of everything. Its rows in flight find it FINISHED."""
@@ -317,7 +300,7 @@ class SchedulerCore:
             worker_id=event.worker_id,
             session=self._num_sessions,
             epoch=self._epoch,
-            last_step=self._last_steps.get(event.worker_id, 0),
+            last_step=self._last_step,
             capacity=event.capacity,
             cost=event.cost,
             gateway_ids=event.gateway_ids,
@@ -351,7 +334,7 @@ class SchedulerCore:
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return
-        self._last_steps[worker_id] = worker.last_step
+        self._last_step = max(self._last_step, worker.last_step)
         for swapped in list(worker.swap.swapped.values()):
             self._yield(worker, swapped.request, False)
             self.stats.num_recovered += 1
@@ -411,6 +394,9 @@ class SchedulerCore:
         if worker is None or not worker.in_flight or worker.in_flight[0].step != event.step:
             self.stats.num_stale_results += 1
             return
+        if breaches.of_result(worker, worker.in_flight[0], event) is not None:
+            self._refuse_result(worker)
+            return
         flight = worker.in_flight.popleft()
         worker.last_result_step = event.step
         worker.num_failed_in_a_row = 0
@@ -424,12 +410,14 @@ class SchedulerCore:
         if worker is None or not worker.in_flight or event.step < worker.in_flight[0].step:
             self.stats.num_stale_results += 1
             return
+        if breaches.of_operations(worker, event) is not None:
+            self._refuse_result(worker)
+            return
         self.stats.num_failed_steps += 1
         worker.num_failed_in_a_row += 1
         given_up = worker.num_failed_in_a_row >= self.config.max_step_failures
         if event.scope is FaultScope.WORKER or given_up:
-            self._given_up.append(event.worker_id)
-            self._lost(event.worker_id)
+            self._give_up(worker)
             return
         self._preemptions.operations_done(worker, event.operations_done)
         self._preemptions.forget_unfinished(worker)
@@ -440,6 +428,15 @@ class SchedulerCore:
         worker.start_over()
         for request in chain.from_iterable(batch.requests for batch in failed):
             self._count_failed_step(request)
+
+    def _refuse_result(self, worker: WorkerState) -> None:
+        """It can't be true, so nothing of it is booked: what the worker holds is not known."""
+        self.stats.num_bad_results += 1
+        self._give_up(worker)
+
+    def _give_up(self, worker: WorkerState) -> None:
+        self._given_up.append(worker.worker_id)
+        self._lost(worker.worker_id)
 
     def _count_failed_step(self, request: Request) -> None:
         """Bounds how often one request may make steps fail, also where others succeed between.
@@ -466,6 +463,7 @@ class SchedulerCore:
 
     def _yield(self, worker: WorkerState, request: Request, preempted: bool) -> None:
         """Takes a request off its worker; it begins anew, at the place of its rank."""
+        self._has_yielded = True
         worker.take_off(request)
         request.set_back(self._now_ns, preempted=preempted)
         request.forget_work()

@@ -9,6 +9,7 @@ ended meanwhile has left to it. All that is free once the worker names the opera
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from scheduler_svc.core import plan_size
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.lifecycle import Move, RequestState
 from scheduler_svc.core.request import Rank, Request
@@ -76,14 +77,17 @@ class Transfer:
     """An operation between device and host that is not done, and what it owns until then.
 
     `swapped` is the request that waits for it, None once that has ended or begins anew. targets are
-    the device blocks that a SWAP_IN writes.
+    the device blocks that a SWAP_IN writes, `step` is that of the plan that asks for it.
     """
 
     kind: OperationKind
+    step: int
     swapped: Swapped | None
     device_blocks: list[BlockId] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)
     targets: frozenset[BlockId] = frozenset()
+    # It copies so many.
+    num_blocks: int
 
 
 class SwapSpace:
@@ -95,40 +99,68 @@ class SwapSpace:
         self.transfers: dict[int, Transfer] = {}
         # Those of the swapped that hold a block table and wait for their slot.
         self.num_coming_back = 0
+        # Blocks in transfers.
+        self.num_moving = 0
         self._pool = pool
+
+    def coming_back(self) -> list[Swapped]:
+        """Those that hold a block table and wait for their slot."""
+        if not self.num_coming_back:
+            return []
+        return [swapped for swapped in self.swapped.values() if not swapped.is_out]
 
     def of(self, request: Request) -> Swapped:
         """The entry of a swapped request."""
         return self.swapped[request.rank]
 
-    def begin_out(self, swapped: Swapped, op_id: int, device_blocks: list[BlockId]) -> None:
+    def may_move(self, num_blocks: int) -> bool:
+        """Whether the worker takes one more operation of so many blocks."""
+        return self.num_moving + num_blocks <= plan_size.MAX_BLOCKS_MOVING
+
+    def begin_out(
+        self, swapped: Swapped, op_id: int, step: int, device_blocks: list[BlockId]
+    ) -> None:
         """Device blocks, until now the request's, are copied to its host blocks."""
         self._pool.hold(device_blocks)
+        self.num_moving += len(device_blocks)
         swapped.op_id = op_id
         swapped.request.move(Move.SWAP_OUT)
         self.swapped[swapped.request.rank] = swapped
         self.transfers[op_id] = Transfer(
-            kind=OperationKind.SWAP_OUT, swapped=swapped, device_blocks=device_blocks
+            kind=OperationKind.SWAP_OUT,
+            step=step,
+            swapped=swapped,
+            device_blocks=device_blocks,
+            num_blocks=len(device_blocks),
         )
 
-    def begin_in(self, swapped: Swapped, op_id: int, targets: Sequence[BlockId]) -> None:
+    def begin_in(self, swapped: Swapped, op_id: int, step: int, targets: Sequence[BlockId]) -> None:
         """The request's host blocks are copied to these blocks of its table."""
         swapped.op_id = op_id
         swapped.request.move(Move.SWAP_IN)
         self.num_coming_back += 1
+        self.num_moving += len(targets)
         self.transfers[op_id] = Transfer(
             kind=OperationKind.SWAP_IN,
+            step=step,
             swapped=swapped,
             host_blocks=swapped.host_blocks,
             targets=frozenset(targets),
+            num_blocks=len(targets),
         )
         swapped.host_blocks = []
+
+    def names_too_early(self, op_ids: Iterable[int], step: int) -> bool:
+        """Whether one of these belongs to a plan after `step`, so that it can't be done yet."""
+        transfers = (self.transfers.get(op_id) for op_id in op_ids)
+        return any(transfer is not None and transfer.step > step for transfer in transfers)
 
     def done(self, op_id: int) -> Swapped | None:
         """The operation is over: frees what it owns; returns the request that waited for it."""
         transfer = self.transfers.pop(op_id, None)
         if transfer is None:
             return None
+        self.num_moving -= transfer.num_blocks
         self._pool.let_go(transfer.device_blocks)
         self.host.release(transfer.host_blocks)
         if transfer.swapped is not None:
@@ -167,6 +199,7 @@ class SwapSpace:
                 *(transfer.host_blocks for transfer in self.transfers.values()),
             ]
         )
+        assert self.num_moving == sum(transfer.num_blocks for transfer in self.transfers.values())
         assert self.num_coming_back == sum(not s.is_out for s in self.swapped.values())
         waited_for = {s.op_id: s for s in self.swapped.values() if s.op_id is not None}
         assert waited_for == {i: t.swapped for i, t in self.transfers.items() if t.swapped}

@@ -9,12 +9,12 @@ import heapq
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import numpy as np
 
-from scheduler_svc.core import digest
+from scheduler_svc.core import digest, plan_size
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.depth import Depth
 from scheduler_svc.core.flight import DECODE, Batch, Special, StepInFlight
@@ -104,6 +104,8 @@ class WorkerState:
         self._reset = True
         self._releases: list[Slot] = []
         self._admits: list[Admit] = []
+        # What those take of the next plan; see plan_size.
+        self.num_admit_bytes = 0
         self._growth: list[tuple[Slot, BlockId]] = []
         self._operations: list[Operation] = []
         # Above those of an earlier session in this epoch: a plan has fewer than 2^20 operations.
@@ -193,6 +195,7 @@ class WorkerState:
     def announce(self, admit: Admit) -> None:
         """Puts the admission into the next plan."""
         self._admits.append(admit)
+        self.num_admit_bytes += plan_size.of_admit(admit)
 
     def operate(self, kind: OperationKind, sources: Sequence[int], targets: Sequence[int]) -> int:
         """Puts copies of blocks into the next plan, after those that stand there; returns the id.
@@ -268,6 +271,7 @@ class WorkerState:
         self._batch = Batch(_NOBODY, self.rows.planned.copy(), self.rows)
         self._releases.clear()
         self._admits.clear()
+        self.num_admit_bytes = 0
         self._growth.clear()
         self._operations.clear()
         self._digest = 0
@@ -348,6 +352,7 @@ class WorkerState:
         self._reset = False
         self._releases = []
         self._admits = []
+        self.num_admit_bytes = 0
         self._growth = []
         self._operations = []
         self.preemptions = []
@@ -398,6 +403,13 @@ class WorkerState:
                 self.num_pending_prefill -= count - is_last
                 self._num_unsampled -= is_last
         return special
+
+    def is_coming(self, names: Iterable[BlockHash]) -> bool:
+        """Whether blocks of all these names come back with requests that are on their way."""
+        size, coming = self.capacity.block_size, set[BlockHash]()
+        for swapped in self.swap.coming_back():
+            coming.update(swapped.request.block_hashes[: swapped.num_computed // size])
+        return coming.issuperset(names)
 
     def num_computed(self, request: Request) -> int:
         """Tokens of a request of this worker whose KV planned steps will have written."""

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc.aio
@@ -48,7 +48,10 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self.silent = False
         self.tells_busy = True
         self.refuses_below = 0
+        # What it says to know then; 0: the truth.
+        self.refuses_with = 0
         self.fault_next: worker_pb2.Fault | None = None
+        self.garble_next: Callable[[worker_pb2.StepResult], None] | None = None
         self.snapshot_slots: list[worker_pb2.SlotState] = []
         self.opens: list[worker_pb2.Open] = []
         self.plans: list[worker_pb2.StepPlan] = []
@@ -144,7 +147,8 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         opening = (await anext(request_iterator)).open
         self.opens.append(opening)
         if opening.epoch < max(self.refuses_below, self._epoch):
-            refused = worker_pb2.Refused(highest_epoch=max(self.refuses_below, self._epoch))
+            highest = self.refuses_with or max(self.refuses_below, self._epoch)
+            refused = worker_pb2.Refused(highest_epoch=highest)
             await context.write(worker_pb2.SessionResponse(refused=refused))
             return
         self.num_sessions += 1
@@ -243,7 +247,11 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             if self.step_s:
                 await asyncio.sleep(self.step_s)
             if plan.epoch == self._epoch:
-                self._results.append(self._result(plan))
+                result = self._result(plan)
+                if self.garble_next is not None:
+                    garble, self.garble_next = self.garble_next, None
+                    garble(result)
+                self._results.append(result)
                 self._wake.set()
             self._busy = False
 

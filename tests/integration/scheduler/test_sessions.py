@@ -424,6 +424,42 @@ async def test_a_worker_that_breaks_the_protocol_loses_its_stream_only(
     assert tokens_of(worker.emissions, arrival.request_id) == expected_output(arrival)[0]
 
 
+def _one_column_longer(result: worker_pb2.StepResult) -> None:
+    result.slots.append(1)
+
+
+def _a_row_that_was_not_planned(result: worker_pb2.StepResult) -> None:
+    result.slots.append(31)
+    result.token_ids.append(1)
+
+
+@pytest.mark.parametrize("garble", [_one_column_longer, _a_row_that_was_not_planned])
+async def test_a_worker_whose_result_cannot_be_is_lost_and_dialled_anew(
+    worker: FakeWorkerServer, garble: Callable[[worker_pb2.StepResult], None]
+) -> None:
+    """Sent again it is no better: a resumed session would go round for ever."""
+    worker.step_s = 0.002
+    async with Rig(worker).running() as rig:
+        await rig.saw(WorkerJoined)
+        arrival = request(max_tokens=60)
+        rig.feed(arrival)
+        await rig.saw(StepCompleted, 5)
+        worker.garble_next = garble
+        await rig.saw(WorkerLost)
+        rig.link._kick.set()  # does not wait for the pause
+        await rig.saw(WorkerJoined, 2)
+        await eventually(lambda: rig.finishes)
+    assert tokens_of(worker.emissions, arrival.request_id) == expected_output(arrival)[0]
+
+
+async def test_a_refusal_in_favour_of_no_later_term_ends_no_term(worker: FakeWorkerServer) -> None:
+    worker.refuses_below = EPOCH + 1
+    worker.refuses_with = EPOCH
+    async with Rig(worker).running() as rig:
+        await eventually(lambda: len(worker.opens) == 2)
+        assert rig.events == []
+
+
 async def test_a_worker_of_another_schema_revision_is_not_used(worker: FakeWorkerServer) -> None:
     worker.min_schema_revision = worker.max_schema_revision = 2
     async with Rig(worker).running() as rig:

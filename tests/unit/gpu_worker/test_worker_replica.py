@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from gpu_worker import replica as replica_module
 from gpu_worker.messages import FaultCode, FinishReason, StepPlan, TokenBatch
 from gpu_worker.ports import SamplingSpec, StepOutput
 from gpu_worker.replica import (
@@ -123,6 +124,22 @@ def test_known_output_is_repeated_from_emit_from_in_the_first_batch(
     done = step(replica, script.plan(schedule=[(0, 1)]), 42)
     ((_, batch),) = done.batches
     assert entries(batch) == [(request_id(0), 3, [42], 0)]
+
+
+def test_output_that_is_repeated_is_split_where_a_message_would_be_too_long(
+    replica: Replica, script: PlanScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row's piece stays whole, in the order of the rows."""
+    monkeypatch.setattr(replica_module, "MAX_BATCH_TOKENS", 7)
+    known = (11, 12, 13, 14, 15, 30, 31)
+    admits = [make_admit(slot, token_ids=known) for slot in range(3)]
+    schedule = [(slot, 7) for slot in range(3)]
+    done = step(replica, script.plan(admits=admits, schedule=schedule), 32, 32, 32)
+    assert [to for to, _ in done.batches] == [GATEWAY_A, GATEWAY_A]
+    assert [entries(batch) for _, batch in done.batches] == [
+        [(request_id(0), 0, [30, 31, 32], 0), (request_id(1), 0, [30, 31, 32], 0)],
+        [(request_id(2), 0, [30, 31, 32], 0)],
+    ]
 
 
 @pytest.mark.parametrize(

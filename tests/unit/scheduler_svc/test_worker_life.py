@@ -128,6 +128,25 @@ def test_a_worker_that_has_forgotten_a_part_of_a_plan_cannot_resume() -> None:
         life.resume(hello(2))
 
 
+def test_a_worker_that_has_more_than_it_was_sent_cannot_resume() -> None:
+    life = make_life()
+    assert life.resume(hello(9)) == [], "steps of an older life"
+    for step, num_steps in ((1, 1), (2, 3)):
+        life.plan(plan(step, num_steps), 0)
+    assert life.resume(hello(4)) == []
+    with pytest.raises(CannotResumeError):
+        life.resume(hello(5))
+
+
+def test_a_second_breach_without_a_result_between_is_one_too_many() -> None:
+    life = make_life()
+    life.plan(plan(1), 0)
+    assert not life.breached()
+    assert result(life, 1)
+    assert not life.breached()
+    assert life.breached()
+
+
 def test_each_step_of_a_plan_has_its_own_time_to_end() -> None:
     life, now_ns = make_life(), 0
 
