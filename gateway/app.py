@@ -28,7 +28,7 @@ from gateway.rest.routes import Rest
 from gateway.rest.server import RestServer
 from gateway.settings import GatewaySettings
 from servicekit import logs, model_files
-from servicekit.grpc_server import Server
+from servicekit.grpc_server import MAX_MESSAGE_BYTES, Server
 from servicekit.metrics import new_registry
 from servicekit.ops import OpsServer
 from servicekit.settings import SettingsError
@@ -43,6 +43,7 @@ MAX_METADATA_BYTES = 16_384
 # Of a message. The loop parses it, at worst for some 30 ms per MiB; beside its prompt a request may
 # have so much in other fields.
 MESSAGE_BYTES, FIELDS_BYTES = 2**20, 2**17
+TEXT_BYTES = 6
 
 
 class Gateway:
@@ -181,9 +182,13 @@ class Gateway:
 
 
 def message_bytes(wanted: int, model: ModelInfo) -> int:
-    """The bound of a gRPC message; where none is wanted, the longest prompt in token ids fits."""
+    """The bound of a gRPC message; where none is wanted, the longest prompt fits.
+
+    In token ids, and as a text of TEXT_BYTES for each of its tokens.
+    """
     id_bytes = -(-model.vocab_size.bit_length() // 7)
-    return wanted or max(MESSAGE_BYTES, model.max_model_len * id_bytes + FIELDS_BYTES)
+    longest = model.max_model_len * max(id_bytes, TEXT_BYTES) + FIELDS_BYTES
+    return wanted or min(max(MESSAGE_BYTES, longest), MAX_MESSAGE_BYTES)
 
 
 def public_limits(max_message_bytes: int) -> dict[str, int]:

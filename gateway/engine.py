@@ -211,7 +211,7 @@ class Engine:
                 continue
             if attempt < live.state.attempt:
                 continue
-            live.link = link
+            live.link, live.heard_s = link, now_s
             live.num_cached_tokens = max(live.num_cached_tokens, batch.num_cached_tokens[i])
             first, finish = batch.first_positions[i], batch.finish_reasons[i]
             try:
@@ -345,7 +345,7 @@ class Engine:
         self._forget(live)
         live.wake()
         if tell:
-            if live.link is not None and live.link.connected:
+            if live.link is not None and live.link.connected and live.runs_at(time.monotonic()):
                 live.link.cancel(live.request_id)
             else:
                 self._cancel_anywhere(live.request_id)
@@ -365,7 +365,7 @@ class Engine:
         )
 
     def _cancel_anywhere(self, request_id: RequestId) -> None:
-        """It waits, or is computed by a worker that has sent no token of it.
+        """It waits, or is computed by a worker that has sent no token of it, or none lately.
 
         By way of the queue alone that worker would hear of it some steps later.
         """

@@ -18,6 +18,8 @@ from gateway.ports import WorkerLink
 
 # After the deadline, for the scheduler to say it first.
 BACKSTOP_S = 10.0
+# A running request has a token in each step; steps are shorter, but for those of long prompts.
+RUNS_S = 5.0
 DRAINING = Terminal(
     reason=FinishReason.UNAVAILABLE, message="The gateway is shutting down.", code="draining"
 )
@@ -64,6 +66,7 @@ class LiveRequest:
         self.wants_logprobs = queued.sampling.num_logprobs is not None
         self.admission: Admission | None = None
         self.link: WorkerLink | None = None
+        self.heard_s = 0.0
         self.arrived_s = now_s
         self.backstop_s = now_s + queued.life_ms / 1000 + BACKSTOP_S
         self.first_token_s = 0.0
@@ -113,6 +116,13 @@ class LiveRequest:
                 return None
             self._prompt_rows = rows
         return [rows.row(num_before + i, token) for i, token in enumerate(tokens)]
+
+    def runs_at(self, now_s: float) -> bool:
+        """Whether the worker that was last heard of it can be taken to run it still.
+
+        One that has had nothing for RUNS_S may wait again, or another worker may have it.
+        """
+        return now_s - self.heard_s < RUNS_S
 
     def wake(self) -> None:
         """There is something to read."""

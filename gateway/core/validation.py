@@ -5,6 +5,7 @@ RequestRejected with the field and the limit. Numbers are clamped nowhere but wh
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gateway.core.errors import RejectReason, RequestRejected
 from gateway.core.labels import cache_partition, valid_traceparent
@@ -99,6 +100,8 @@ def check_all(raws: Sequence[RawRequest], model: ModelInfo) -> list[CheckedReque
         raise invalid(
             "n", f"{n} samples of {len(raws)} prompts are {count} answers, more than {MAX_PROMPTS}"
         )
+    if count > 1:
+        checked = [_with_share(c, count, model) for c in checked]
     most = [c.max_tokens or model.max_model_len for c in checked]
     total = n * sum(most)
     if count > 1 and total > MAX_LIST_TOKENS:
@@ -109,6 +112,19 @@ def check_all(raws: Sequence[RawRequest], model: ModelInfo) -> list[CheckedReque
             f"{total} tokens, more than {MAX_LIST_TOKENS}",
         )
     return checked
+
+
+def _with_share(checked: CheckedRequest, count: int, model: ModelInfo) -> CheckedRequest:
+    """One of `count` answers that name no max_tokens: all have the same part of what is allowed."""
+    if checked.max_tokens is not None:
+        return checked
+    share = min(model.max_model_len, MAX_LIST_TOKENS // count)
+    if checked.min_tokens > share:
+        raise invalid(
+            "min_tokens",
+            f"{checked.min_tokens} is more than each of {count} answers may have, {share}",
+        )
+    return replace(checked, max_tokens=share)
 
 
 def check_samples(n: int, num_tokens: int) -> None:

@@ -9,6 +9,7 @@ from gateway.core.labels import cache_partition
 from gateway.core.requests import RawRequest
 from gateway.core.stream import Fed, StreamState
 from gateway.core.types import FinishReason, RequestId, TokenBatch
+from gateway.live import RUNS_S
 from tests.unit.gateway.fakes import Bench, FakeLink, drain_chunks, make_bench, running
 
 STOP, LENGTH, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR
@@ -89,6 +90,17 @@ async def test_a_client_that_goes_before_the_first_token() -> None:
     assert bench.queue.cancelled == bench.fleet.cancelled == [live.request_id]
     assert (await drain_chunks(bench, live))[1] is FinishReason.CANCELLED
     assert_idle(bench)
+
+
+async def test_a_client_that_goes_while_its_tokens_do_not_come() -> None:
+    """The worker that sent the last may have lost it to another one, and be lost itself."""
+    bench = make_bench()
+    live = await bench.submit()
+    bench.say(live.request_id, "x")
+    live.heard_s -= RUNS_S
+    bench.engine.cancel(live)
+    assert bench.queue.cancelled == bench.fleet.cancelled == [live.request_id]
+    assert bench.link.cancelled == []
 
 
 async def test_a_client_that_goes_later() -> None:

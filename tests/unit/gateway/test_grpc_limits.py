@@ -15,7 +15,7 @@ from quire.v1 import inference_pb2, inference_pb2_grpc
 from gateway import app, codec
 from gateway.core.validation import check
 from gateway.grpc_service import SERVICE_NAME, InferenceService
-from servicekit.grpc_server import Server, channel
+from servicekit.grpc_server import MAX_MESSAGE_BYTES, Server, channel
 from tests.unit.gateway.answering import answering
 from tests.unit.gateway.fakes import MODEL, Bench, make_bench
 
@@ -76,7 +76,7 @@ async def test_messages_are_bounded() -> None:
 
 @pytest.mark.parametrize(
     ("context", "vocab_size", "bound"),
-    [(131_072, 151_936, 2**20), (2**20, 200_019, 3 * 2**20 + 2**17)],
+    [(131_072, 151_936, 2**20), (2**20, 200_019, 6 * 2**20 + 2**17)],
 )
 def test_the_largest_request_fits(context: int, vocab_size: int, bound: int) -> None:
     """The longest prompt in token ids, and all other fields at their limits."""
@@ -98,6 +98,19 @@ def test_the_largest_request_fits(context: int, vocab_size: int, bound: int) -> 
     assert app.message_bytes(0, model) == bound
     assert request.ByteSize() <= bound
     assert app.message_bytes(5000, model) == 5000
+
+
+@pytest.mark.parametrize("context", [131_072, 262_144, 2**20])
+def test_the_longest_prompt_fits_as_text(context: int) -> None:
+    """Six bytes a token are more than long texts have in any language that a model was made for."""
+    model = replace(MODEL, max_model_len=context)
+    request = inference_pb2.GenerateRequest(text="sixty " * (context - 1))
+    assert request.ByteSize() <= app.message_bytes(0, model)
+
+
+def test_no_bound_is_above_what_channels_carry() -> None:
+    model = replace(MODEL, max_model_len=10 * 2**20)
+    assert app.message_bytes(0, model) == MAX_MESSAGE_BYTES
 
 
 async def test_metadata_is_bounded() -> None:

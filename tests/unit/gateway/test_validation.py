@@ -333,6 +333,18 @@ def test_several_samples() -> None:
     assert caught.value.param == "max_tokens"
 
 
+def test_several_answers_without_a_length_share_what_is_allowed() -> None:
+    """A long context is no reason to refuse them."""
+    large = replace(MODEL, max_model_len=2**18)
+    chat: dict[str, Any] = {"messages": CHAT}
+    for n, share in ((1, None), (2, 2**18), (4, 2**18), (5, 2**20 // 5), (128, 8192)):
+        assert [c.max_tokens for c in check_all([RawRequest(**chat, n=n)], large)] == [share]
+    assert check_all([RawRequest(**chat, n=128, min_tokens=8192)], large)
+    with pytest.raises(RequestRejected, match="8193 is more than each of 128") as caught:
+        check_all([RawRequest(**chat, n=128, min_tokens=8193)], large)
+    assert caught.value.param == "min_tokens"
+
+
 def test_best_of_is_n() -> None:
     """Nothing is chosen among more."""
     for good in ((None, None), (1, None), (None, 3), (3, 3)):
