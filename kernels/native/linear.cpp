@@ -143,13 +143,16 @@ void run(const LinearCall& call, const typename Kind::Input* x, int64_t x_row) {
   const int64_t panels = (call.columns + kLanes - 1) / kLanes;
   const int64_t groups = (panels + kPanelsOfUnit - 1) / kPanelsOfUnit;
   const int64_t blocks = (call.rows + kRowsOfUnit - 1) / kRowsOfUnit;
+  const int64_t tiles = (call.rows + kMostRows - 1) / kMostRows;
+  const auto row_of = [&](int64_t block) {  // its first one: blocks are of whole tiles
+    return std::min(tiles * block / blocks * kMostRows, call.rows);
+  };
   // Registers hold kMostRows * 2 sums with AVX2: many rows go panel by panel, few by two.
   const bool together = call.rows <= 3 || kMostRows > 6;
   Out* out = static_cast<Out*>(call.out);
   // All rows of one group of panels, then the next group: weights come from memory once.
   for_units(groups * blocks, [&](int64_t unit) {
-    const int64_t block = unit % blocks;
-    const int64_t first = call.rows * block / blocks, last = call.rows * (block + 1) / blocks;
+    const int64_t first = row_of(unit % blocks), last = row_of(unit % blocks + 1);
     int64_t panel = unit / blocks * kPanelsOfUnit;
     const int64_t end = std::min(panel + kPanelsOfUnit, panels);
     if (together) {
