@@ -20,7 +20,8 @@ export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX PYTHON_IMAGE TORCH_BUILD IMAGE_F
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model serve test test-model test-fast test-soak check lint fmt-check types imports \
-	proto-check proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz images k8s-check bench \
+	proto-check proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz images k8s-check \
+	k8s-run k8s-run-stub bench \
 	bench-kernels bench-scheduler bench-control-plane bench-scheduling bench-pressure clean
 
 help:  ## list the commands
@@ -47,7 +48,7 @@ test-model: setup
 test-fast: setup  ## the quick tests (at most 60 s)
 	@$(PY) -m pytest $(SIDE_BY_SIDE)
 
-check: lint fmt-check types imports proto-check k8s-check test test-soak  ## all that CI runs
+check: lint fmt-check types imports proto-check k8s-check k8s-run-stub test test-soak  ## all that CI runs
 
 lint: setup  ## ruff
 	@$(PY) -m ruff check .
@@ -89,6 +90,12 @@ fuzz: setup  ## throw N requests (10000) at a whole stack, the same again with S
 
 k8s-check: setup  ## render and check the Kubernetes manifests, without a cluster
 	@$(PY) -m deploy.k8s_check
+
+k8s-run: setup  ## run dev-cpu with podman (root), disturb it under load: STUB=1 BASES=pull|build|auto
+	@$(PY) -m deploy.k8s_run $(if $(STUB),--stub) $(if $(BASES),--bases $(BASES)) $(if $(INSTALL),--install) $(ARGS)
+
+k8s-run-stub: setup  ## the same with stub workers, where podman is there; INSTALL=1 gets it by apt-get
+	@$(PY) -m deploy.k8s_run --stub --optional --bases $(or $(BASES),auto) $(if $(INSTALL),--install) $(ARGS)
 
 images:  ## build the container images: IMAGES="gateway scheduler worker" TORCH_BUILD=cpu
 	@$(PYTHON) -m deploy.docker $(IMAGES)
