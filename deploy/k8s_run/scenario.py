@@ -55,8 +55,6 @@ class Scenario:
         filler = await self._stage.play("model-cache")
         for component in ("scheduler", "redis", "gateway", "worker"):
             started += await self._stage.play_all(component)
-        for pod in started:
-            self._stage.watch(pod)
         await self._stage.until_done(filler, JOB_S)
         self._say(f"{filler.name}: done")
         for pod in started:
@@ -130,7 +128,6 @@ class Scenario:
 
     async def _add(self, component: str) -> PlayedPod:
         pod = await self._stage.play(component)
-        self._stage.watch(pod)
         await self._stage.until_ready(pod)
         return pod
 

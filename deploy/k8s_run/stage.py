@@ -50,7 +50,10 @@ class Stage:
         self.standing[pod.name] = pod
         await self.podman.play(pod, self._configs)
         await self._check_rights(pod)
-        self._addresses[pod.name] = await self.podman.address(pod)
+        # A Job's pod has no probes, and may be over and without an address by now.
+        if any(kind in work.containers[0] for kind in pods.PROBES):
+            self._addresses[pod.name] = await self.podman.address(pod)
+            self._watch(pod)
         return pod
 
     async def _check_rights(self, pod: PlayedPod) -> None:
@@ -70,7 +73,7 @@ class Stage:
         count = self.source.num_pods(self.source.workload(component))
         return [await self.play(component) for _ in range(count)]
 
-    def watch(self, pod: PlayedPod) -> None:
+    def _watch(self, pod: PlayedPod) -> None:
         """Begins to ask its probes."""
 
         async def execute(command: tuple[str, ...], timeout_s: float) -> str:
@@ -112,8 +115,8 @@ class Stage:
             await asyncio.sleep(POLL_S)
         if state.exit_code != 0:
             raise RunError(await self._words(pod, f"ended with status {state.exit_code}"))
+        self._forget(pod)
         await self.podman.remove(pod)
-        del self.standing[pod.name]
 
     async def crash(self, pod: PlayedPod) -> None:
         """SIGKILL for its container, which podman starts again by the pod's restart policy."""
@@ -149,11 +152,11 @@ class Stage:
         return took_s
 
     def _forget(self, pod: PlayedPod) -> None:
-        watch = self._watches.pop(pod.name)
-        watch.leave()
-        self._ended.append(watch)
-        self._asking.pop(pod.name).cancel()
         del self.standing[pod.name]
+        if watch := self._watches.pop(pod.name, None):
+            watch.leave()
+            self._ended.append(watch)
+            self._asking.pop(pod.name).cancel()
 
     def of(self, component: str) -> list[PlayedPod]:
         """Those that stand."""
