@@ -26,11 +26,12 @@ class History:
         self.random = Random(seed)
         self.names: list[str] = []
         options = {
-            "scheduling_policy": self.pick("fcfs", "fair"),
+            "scheduling_policy": self.pick("fcfs", "fair", "static"),
             "prefill_chunk_tokens": self.pick(0, 3),
             "enable_prefix_caching": self.pick(True, True, False),
             "watermark": self.pick(0.0, 0.1),
             "max_preemptions": self.pick(1, 3, 50),
+            "static_batch_size": self.pick(2, 4, 8),
         }
         self.cluster = Cluster(
             make_core(preemption_mode=mode, max_inflight_steps=depth, **(options | config))

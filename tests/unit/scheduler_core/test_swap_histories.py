@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler_svc.core.policy import POLICIES
 from tests.swap_histories import MODES, History
 
 DEPTHS = (1, 2, 4, 8)
@@ -11,8 +12,8 @@ DEPTHS = (1, 2, 4, 8)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_everything_ends_with_its_own_tokens(mode: str, depth: int) -> None:
     num_swaps = 0
-    for seed in range(3):
-        history = History(seed, mode=mode, depth=depth)
+    for seed, policy in enumerate(POLICIES):
+        history = History(seed, mode=mode, depth=depth, scheduling_policy=policy)
         history.play()
         num_swaps += history.num_swaps
     assert (num_swaps > 0) == (mode != "recompute")
