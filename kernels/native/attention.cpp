@@ -74,13 +74,15 @@ void finish(const AttentionCall& call, const Unit& unit, int64_t group, int64_t 
   }
 }
 
+// Rows of a multiple of four, with zeros behind.
 template <class T>
 void gather_queries(const AttentionCall& call, const Unit& unit, int64_t group, float* q) {
-  const int64_t first = call.starts[unit.row] + unit.first_token;
+  const int64_t first = call.starts[unit.row] + unit.first_token, wide = up(call.dim, 4);
   for (int64_t m = 0; m < unit.num_tokens * group; m++) {
     const T* from = static_cast<const T*>(call.q) + (first + m / group) * call.q_token +
                     (unit.kv_head * group + m % group) * call.q_head;
-    for (int64_t d = 0; d < call.dim; d++) q[m * call.dim + d] = as_float(from[d]);
+    for (int64_t d = 0; d < call.dim; d++) q[m * wide + d] = as_float(from[d]);
+    std::fill(q + m * wide + call.dim, q + (m + 1) * wide, 0.0f);
   }
 }
 
@@ -92,15 +94,28 @@ struct Plan {
   int64_t num_open = 0, room = 0;
 };
 
+// Where the first keys of a decode's unit stand, to be asked for while what comes before it ends.
 template <class T>
-void run_unit(const AttentionCall& call, const Unit& unit, int64_t wide, Plan& plan,
-              Scratch& scratch) {
+void look_ahead(const AttentionCall& call, const Unit& unit, Scratch& scratch) {
+  if (unit.num_tokens != 1) return;
+  const int64_t len = call.lens[unit.row], begin = begin_key(call, len - 1);
+  const int64_t span = begin / kSpan + unit.span, first = std::max(begin, span * kSpan);
+  const int64_t count = std::min({kAhead, len - first, (span + 1) * kSpan - first});
+  place<T>(call, unit.row, head_of<T>(call, call.k_cache, unit.kv_head), first, 0, count,
+           scratch.next.data());
+}
+
+// `next`: what this thread will probably do after it, or null.
+template <class T>
+void run_unit(const AttentionCall& call, const Unit& unit, const Unit* next, int64_t wide,
+              Plan& plan, Scratch& scratch) {
   const int64_t group = call.num_heads / call.num_kv_heads;
   const int64_t rows = unit.num_tokens * group, len = call.lens[unit.row];
   const int64_t query_len = call.starts[unit.row + 1] - call.starts[unit.row];
   const Tile tile{rows, group, len - query_len + unit.first_token};
   scratch.fit(rows, call.dim, wide);
   gather_queries<T>(call, unit, group, scratch.q.data());
+  if (next != nullptr) look_ahead<T>(call, *next, scratch);
   if (unit.num_spans > 0) {
     const int64_t part_size = group * (wide + 2);
     float* parts = plan.parts.data() + unit.part * part_size;
@@ -209,10 +224,11 @@ void run(const AttentionCall& call) {
     if (call.lens[row] == 0) clear<T>(call, call.starts[row], call.starts[row + 1]);
   }
   clear<T>(call, call.starts[call.num_rows], call.num_tokens);
-  const int64_t num_units = static_cast<int64_t>(plan.units.size());
+  const int64_t num_units = static_cast<int64_t>(plan.units.size()), threads = num_threads();
   for_units(num_units, [&](int64_t unit) {
     thread_local Scratch scratch;
-    run_unit<T>(call, plan.units[unit], wide, plan, scratch);
+    const Unit* next = unit + threads < num_units ? &plan.units[unit + threads] : nullptr;
+    run_unit<T>(call, plan.units[unit], next, wide, plan, scratch);
   });
 }
 

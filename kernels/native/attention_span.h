@@ -7,10 +7,15 @@
 //     top[m] = max_n s[m][n]    p[m][n] = 2^(s[m][n] - top[m])    total[m] = sum_n p[m][n]
 //     acc[m][d] = sum_n p[m][n] v[n][d]
 //
-// Sums over d and, for acc, over n run in order, one fused multiply-add each; total is summed in
+// The sum over d is one of four sums, of every fourth d in order, which are added as (0 + 2) +
+// (1 + 3): registers hold four neighbours of each of several keys then, as they come from memory.
+// The sum of acc runs over n in order. Either is made of fused multiply-adds; total is summed in
 // kLanes lanes by the key's place in the span. None of it depends on which rows stand beside m, on
-// where its tile begins or on keys that it does not see: so a token has the same bits in a decode
-// and in any chunk of a prefill.
+// where its tile begins, on registers' widths or on keys that it does not see: so a token has the
+// same bits in a decode and in any chunk of a prefill.
+//
+// Memory is what a decode waits for, so every key and value is asked for kAhead keys before it is
+// used, a few lines at a time: many at once would hold up everything else.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -21,13 +26,11 @@
 namespace quire {
 
 constexpr int64_t kSpan = 256;     // keys; a multiple of kLanes
-constexpr int64_t kStretch = 32;   // keys whose values are weighed while they are near
-#if defined(__AVX512F__)
-constexpr int kWide = 2;           // vectors of three rows that registers hold beside the rest
-#else
-constexpr int kWide = 1;
-#endif
+constexpr int64_t kAhead = 32;     // keys; also those whose values are weighed while they are near
 constexpr int64_t kTileRows = 32;  // query rows of a tile, unless one token has more heads
+constexpr int64_t kAtOnce = kRegister;            // keys that are scored at once
+constexpr int kScored = kRegisters == 16 ? 3 : 6;  // query rows likewise
+constexpr int kWeighed = 6;                        // query rows that are weighed at once
 
 // Query rows that stand together: positions rise by one every `group` rows.
 struct Tile {
@@ -37,121 +40,136 @@ struct Tile {
 
 // Buffers of one thread.
 struct Scratch {
-  std::vector<float> q, columns, scores, acc, sums, padded;
+  std::vector<float> q, quads, scores, acc, sums, padded;
   std::vector<float> span_acc, span_sums;
-  std::vector<const void*> keys, values;
+  std::vector<const void*> keys, values, next;  // `next`: the first keys of what comes after
   std::vector<float> zeros;
 
   void fit(int64_t rows, int64_t dim, int64_t wide) {
-    q.resize(rows * dim);
-    columns.resize(up(dim, 8) * kLanes);
+    q.resize(rows * up(dim, 4));
+    quads.resize(up(dim, 4) * kAtOnce);
     scores.resize(rows * kSpan);
     for (auto* of : {&acc, &span_acc}) of->resize(rows * wide);
     for (auto* of : {&sums, &span_sums}) of->resize(2 * rows);
-    keys.resize(kSpan + kLanes);  // one group and one stretch more than there are: for prefetches
-    values.resize(kSpan + kStretch);
-    zeros.assign(dim, 0.0f);
+    for (auto* of : {&keys, &values}) of->resize(kSpan + kAhead);
+    zeros.assign(up(dim, 4), 0.0f);
+    next.assign(kAhead, zeros.data());
     if (dim != wide) padded.resize(kSpan * wide);
   }
 };
 
-inline __m256 load8(const float* from) { return _mm256_loadu_ps(from); }
-inline __m256 load8(const bf16* from) {
-  return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-
-// out[d][i] = rows[i][d] for sixteen rows. The sixteen behind them are asked for meanwhile, a few
-// lines at a time: many at once would hold up everything else.
 template <class T>
-void as_columns(const void* const* rows, int64_t dim, float* out) {
-  int64_t d = 0;
-  for (; d + 8 <= dim; d += 8) {
-    constexpr int64_t kPerLine = 64 / sizeof(T), steps = kPerLine / 8;
-    const int64_t part = d / 8 % steps;
-    for (int64_t i = part * kLanes / steps; i < (part + 1) * kLanes / steps; i++) {
-      __builtin_prefetch(static_cast<const T*>(rows[kLanes + i]) + d / kPerLine * kPerLine);
-    }
-    for (int64_t half = 0; half < kLanes; half += 8) {
-      __m256 r[8], pairs[8];
-      for (int i = 0; i < 8; i++) r[i] = load8(static_cast<const T*>(rows[half + i]) + d);
-      for (int i = 0; i < 8; i += 2) {
-        pairs[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-        pairs[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-      }
-      for (int i = 0; i < 8; i += 4) {
-        r[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
-        r[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
-        r[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
-        r[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
-      }
-      for (int i = 0; i < 4; i++) {
-        float* to = out + (d + i) * kLanes + half;
-        _mm256_storeu_ps(to, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-        _mm256_storeu_ps(to + 4 * kLanes, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-      }
-    }
+inline void ask(const void* row, int64_t dim) {
+  const T* at = static_cast<const T*>(row);
+  for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(at + d);
+}
+
+// The quads of kAtOnce keys where they stand in the cache.
+template <class T>
+struct InPlace {
+  const void* const* rows;
+  Register at(int64_t d, int c) const { return quads_of<T>(rows + c, d); }
+  void ask_ahead(int64_t i, int64_t dim) const { ask<T>(rows[kAhead + i], dim); }
+};
+
+// The same, laid side by side for many query rows.
+struct Packed {
+  const float* from;
+  Register at(int64_t d, int c) const { return load_register(from + d * kAtOnce + c * kRegister); }
+  void ask_ahead(int64_t, int64_t) const {}
+};
+
+template <class T>
+void pack(const void* const* rows, int64_t dim, float* out) {
+  const InPlace<T> keys{rows};
+  int64_t d = 0, asked = 0;
+  for (; d + 4 <= dim; d += 4) {
+    for (; asked * dim <= d * kAtOnce; asked++) keys.ask_ahead(asked, dim);
+    for (int c = 0; c < 4; c++) store_register(out + d * kAtOnce + c * kRegister, keys.at(d, c));
   }
-  for (; d < dim; d++) {
-    for (int64_t i = 0; i < kLanes; i++) {
-      out[d * kLanes + i] = as_float(static_cast<const T*>(rows[i])[d]);
+  if (d == dim) return;
+  for (int64_t i = 0; i < kAtOnce; i++) {
+    float* to = out + d * kAtOnce + i % 4 * kRegister + i / 4 * 4;
+    for (int64_t e = 0; e < 4; e++) {
+      to[e] = d + e < dim ? as_float(static_cast<const T*>(rows[i])[d + e]) : 0.0f;
     }
   }
 }
 
-// Scores of R query rows and sixteen keys.
+// Scores of R query rows and kAtOnce keys, times `factor`; `wide` is of q's rows, a multiple of 4.
+template <int R, class Keys>
+void score(const float* q, int64_t wide, const Keys& keys, float factor, float* scores) {
+  Register s[R][4];
+  QUIRE_UNROLL for (int r = 0; r < R; r++) {
+    QUIRE_UNROLL for (int c = 0; c < 4; c++) s[r][c] = register_of(0.0f);
+  }
+  int64_t asked = 0;
+  for (int64_t d = 0; d < wide; d += 4) {
+    for (; asked * wide <= d * kAtOnce; asked++) keys.ask_ahead(asked, wide);
+    Register of[R];
+    QUIRE_UNROLL for (int r = 0; r < R; r++) of[r] = splat_quad(q + r * wide + d);
+    QUIRE_UNROLL for (int c = 0; c < 4; c++) {
+      const Register k = keys.at(d, c);
+      QUIRE_UNROLL for (int r = 0; r < R; r++) s[r][c] = fma(of[r], k, s[r][c]);
+    }
+  }
+  QUIRE_UNROLL for (int r = 0; r < R; r++) {
+    const Register all = sum_quads(s[r][0], s[r][1], s[r][2], s[r][3]);
+    store_register(scores + r * kSpan, times(all, register_of(factor)));
+  }
+}
+
+// Vectors of R rows that registers hold beside what is added to them.
 template <int R>
-void score(const float* q, int64_t dim, const float* columns, float scale, float softcap,
-           float* scores) {
-  Lanes s[R];
-  for (int r = 0; r < R; r++) s[r] = splat(0.0f);
-  for (int64_t d = 0; d < dim; d++) {
-    const Lanes k = load(columns + d * kLanes);
-    for (int r = 0; r < R; r++) s[r] = fma(splat(q[r * dim + d]), k, s[r]);
-  }
-  for (int r = 0; r < R; r++) {
-    if (softcap > 0.0f) {
-      s[r] = splat(softcap * kLog2E) * tanh(s[r] * splat(scale / softcap));
-    } else {
-      s[r] = s[r] * splat(scale * kLog2E);
-    }
-    store(scores + r * kSpan, s[r]);
-  }
+constexpr int at_once() {
+  if (kRegisters == 32) return 4;
+  return R == 1 ? 8 : R <= 3 ? 4 : 2;
 }
 
-// acc[r][..] += p[r][n] v[n][d ..] for R rows, W vectors, keys begin .. end in order. What the next
-// stretch needs is asked for.
+// acc[r][..] += p[r][n] v[n][d ..] for R rows, W registers, keys begin .. end in order. What is
+// needed kAhead keys later is asked for.
 template <int R, int W, class T>
 void weigh(float* acc, int64_t wide, const float* p, const void* const* values, int64_t d,
            int64_t begin, int64_t end) {
-  Lanes a[R][W];
-  for (int r = 0; r < R; r++) {
-    for (int w = 0; w < W; w++) a[r][w] = load(acc + r * wide + d + w * kLanes);
+  Register a[R][W];
+  QUIRE_UNROLL for (int r = 0; r < R; r++) {
+    QUIRE_UNROLL for (int w = 0; w < W; w++) a[r][w] = load_register(acc + r * wide + d + w * kRegister);
   }
   for (int64_t n = begin; n < end; n++) {
     const T* from = static_cast<const T*>(values[n]) + d;
-    const T* later = static_cast<const T*>(values[n + kStretch]) + d;
-    for (int64_t i = 0; i < W * kLanes; i += 64 / sizeof(T)) __builtin_prefetch(later + i);
-    Lanes v[W];
-    for (int w = 0; w < W; w++) v[w] = load(from + w * kLanes);
-    for (int r = 0; r < R; r++) {
-      const Lanes weight = splat(p[r * kSpan + n]);
-      for (int w = 0; w < W; w++) a[r][w] = fma(weight, v[w], a[r][w]);
+    const T* later = static_cast<const T*>(values[n + kAhead]) + d;
+    for (int64_t i = 0; i < W * kRegister; i += 64 / sizeof(T)) __builtin_prefetch(later + i);
+    if constexpr (R > W) {  // whichever of the two takes fewer registers is held
+      Register v[W];
+      QUIRE_UNROLL for (int w = 0; w < W; w++) v[w] = load_register(from + w * kRegister);
+      QUIRE_UNROLL for (int r = 0; r < R; r++) {
+        const Register weight = register_of(p[r * kSpan + n]);
+        QUIRE_UNROLL for (int w = 0; w < W; w++) a[r][w] = fma(weight, v[w], a[r][w]);
+      }
+    } else {
+      Register weight[R];
+      QUIRE_UNROLL for (int r = 0; r < R; r++) weight[r] = register_of(p[r * kSpan + n]);
+      QUIRE_UNROLL for (int w = 0; w < W; w++) {
+        const Register v = load_register(from + w * kRegister);
+        QUIRE_UNROLL for (int r = 0; r < R; r++) a[r][w] = fma(weight[r], v, a[r][w]);
+      }
     }
   }
-  for (int r = 0; r < R; r++) {
-    for (int w = 0; w < W; w++) store(acc + r * wide + d + w * kLanes, a[r][w]);
+  QUIRE_UNROLL for (int r = 0; r < R; r++) {
+    QUIRE_UNROLL for (int w = 0; w < W; w++) store_register(acc + r * wide + d + w * kRegister, a[r][w]);
   }
 }
 
 // All of a row's vectors, widest first.
-template <int R, int W, class T>
-void weigh_row(float* acc, int64_t wide, const float* p, const void* const* values, int64_t begin,
-               int64_t end) {
+template <int R, class T>
+void weigh_rows(float* acc, int64_t wide, const float* p, const void* const* values, int64_t begin,
+                int64_t end) {
+  constexpr int W = at_once<R>(), kLeast = kLanes / kRegister;
   int64_t d = 0;
-  for (; d + W * kLanes <= wide; d += W * kLanes) {
+  for (; d + W * kRegister <= wide; d += W * kRegister) {
     weigh<R, W, T>(acc, wide, p, values, d, begin, end);
   }
-  for (; d < wide; d += kLanes) weigh<R, 1, T>(acc, wide, p, values, d, begin, end);
+  for (; d < wide; d += kLanes) weigh<R, kLeast, T>(acc, wide, p, values, d, begin, end);
 }
 
 // -inf outside begin .. end of a row's scores, then its weights, top and total.
@@ -172,75 +190,108 @@ inline void soften(float* s, int64_t from, int64_t to, int64_t begin, int64_t en
   sums[1] = sum(total);
 }
 
-// Asks for a row, to be in the second cache when it is read.
+// out[n] for keys begin .. end of a span: where their rows stand in one of the caches, of which
+// `head` is the row's KV head.
 template <class T>
-inline void fetch(const void* row, int64_t dim) {
-  const char* at = static_cast<const char*>(row);
-  for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(T)); byte += 64) {
-    __builtin_prefetch(at + byte, 0, 2);
-  }
-}
-
-// Where the span's keys and values stand; outside begin .. end a row of zeros stands for them, also
-// behind the last ones, where only prefetches look.
-template <class T>
-void locate(const AttentionCall& call, int64_t row, int64_t kv_head, int64_t base, int64_t from,
-            int64_t to, int64_t begin, int64_t end, Scratch& scratch) {
+void place(const AttentionCall& call, int64_t row, const T* head, int64_t base, int64_t begin,
+           int64_t end, const void** out) {
   const int32_t* table = call.tables + row * call.table_stride;
-  const T* k_head = static_cast<const T*>(call.k_cache) + kv_head * call.cache_head;
-  const T* v_head = static_cast<const T*>(call.v_cache) + kv_head * call.cache_head;
-  for (int64_t n = from; n < to + kLanes; n++) scratch.keys[n] = scratch.zeros.data();
-  for (int64_t n = from; n < begin; n++) scratch.values[n] = scratch.zeros.data();
-  for (int64_t n = end; n < end + kStretch; n++) scratch.values[n] = scratch.zeros.data();
   for (int64_t n = begin; n < end;) {
     const int64_t key = base + n, slot = key % call.block_size;
     const int64_t block = table[key / call.block_size];
     const int64_t last = std::min(end, n + call.block_size - slot);
-    int64_t place = block * call.cache_block + slot * call.cache_slot;
-    for (; n < last; n++, place += call.cache_slot) {
-      scratch.keys[n] = k_head + place;
-      scratch.values[n] = v_head + place;
-    }
+    const T* at = head + block * call.cache_block + slot * call.cache_slot;
+    for (; n < last; n++, at += call.cache_slot) out[n] = at;
   }
+}
+
+template <class T>
+const T* head_of(const AttentionCall& call, const void* cache, int64_t kv_head) {
+  return static_cast<const T*>(cache) + kv_head * call.cache_head;
+}
+
+// Where the span's keys and values stand; outside begin .. end a row of zeros stands for them.
+// Behind the last ones, where it is only asked for them, follow the first values, and the first
+// keys of what comes next.
+template <class T>
+void locate(const AttentionCall& call, int64_t row, int64_t kv_head, int64_t base, int64_t from,
+            int64_t to, int64_t begin, int64_t end, Scratch& scratch) {
+  const void *zeros = scratch.zeros.data(), **keys = scratch.keys.data();
+  const void** values = scratch.values.data();
+  std::fill(keys + from, keys + begin, zeros);
+  std::fill(values + from, values + begin, zeros);
+  place<T>(call, row, head_of<T>(call, call.k_cache, kv_head), base, begin, end, keys);
+  place<T>(call, row, head_of<T>(call, call.v_cache, kv_head), base, begin, end, values);
+  std::fill(keys + end, keys + to, zeros);
+  std::copy(scratch.next.begin(), scratch.next.end(), values + end);
+  std::copy(values + begin, values + begin + kAhead, keys + to);
 }
 
 template <class T>
 void weigh_tile(const Tile& tile, const AttentionCall& call, int64_t wide, int64_t base,
                 int64_t begin, int64_t end, Scratch& scratch, float* acc) {
-  for (int64_t near = begin / kStretch * kStretch; near < end; near += kStretch) {
-    const int64_t near_end = std::min(near + kStretch, end);
-    for (int64_t m = 0; m < tile.rows;) {
-      const int64_t r = std::min<int64_t>(6, tile.rows - m);
+  for (int64_t near = begin / kAhead * kAhead; near < end; near += kAhead) {
+    const int64_t near_end = std::min(near + kAhead, end);
+    for (int64_t m = 0; m < tile.rows; m += kWeighed) {
+      const int64_t r = std::min<int64_t>(kWeighed, tile.rows - m);
       int64_t first = std::max(near, begin);
       if (call.window) first = std::max(first, tile.pos(m) - call.window + 1 - base);
       const int64_t last = std::min(near_end, tile.pos(m + r - 1) + 1 - base);
-      if (first < last) {
-        const float* p = scratch.scores.data() + m * kSpan;
-        const void* const* v = scratch.values.data();
-        float* to = acc + m * wide;
-        switch (r) {
-          case 1: weigh_row<1, 4, T>(to, wide, p, v, first, last); break;
-          case 2: weigh_row<2, 2, T>(to, wide, p, v, first, last); break;
-          case 3: weigh_row<3, kWide, T>(to, wide, p, v, first, last); break;
-          case 4: weigh_row<4, 1, T>(to, wide, p, v, first, last); break;
-          case 5: weigh_row<5, 1, T>(to, wide, p, v, first, last); break;
-          default: weigh_row<6, 1, T>(to, wide, p, v, first, last); break;
-        }
+      if (first >= last) continue;
+      const float* p = scratch.scores.data() + m * kSpan;
+      const void* const* v = scratch.values.data();
+      float* to = acc + m * wide;
+      switch (r) {
+        case 1: weigh_rows<1, T>(to, wide, p, v, first, last); break;
+        case 2: weigh_rows<2, T>(to, wide, p, v, first, last); break;
+        case 3: weigh_rows<3, T>(to, wide, p, v, first, last); break;
+        case 4: weigh_rows<4, T>(to, wide, p, v, first, last); break;
+        case 5: weigh_rows<5, T>(to, wide, p, v, first, last); break;
+        default: weigh_rows<6, T>(to, wide, p, v, first, last); break;
       }
-      m += r;
     }
   }
 }
 
-inline void score_rows(int64_t r, const float* q, int64_t dim, const float* columns, float scale,
-                       float softcap, float* to) {
-  switch (r) {
-    case 1: score<1>(q, dim, columns, scale, softcap, to); break;
-    case 2: score<2>(q, dim, columns, scale, softcap, to); break;
-    case 3: score<3>(q, dim, columns, scale, softcap, to); break;
-    case 4: score<4>(q, dim, columns, scale, softcap, to); break;
-    case 5: score<5>(q, dim, columns, scale, softcap, to); break;
-    default: score<6>(q, dim, columns, scale, softcap, to); break;
+template <class Keys>
+void score_rows(int64_t rows, const float* q, int64_t wide, const Keys& keys, float factor,
+                float* to) {
+  for (; rows > 0; rows -= kScored, q += kScored * wide, to += kScored * kSpan) {
+    switch (std::min<int64_t>(rows, kScored)) {
+      case 1: score<1>(q, wide, keys, factor, to); break;
+      case 2: score<2>(q, wide, keys, factor, to); break;
+      case 3: score<3>(q, wide, keys, factor, to); break;
+#if defined(__AVX512F__)
+      case 4: score<4>(q, wide, keys, factor, to); break;
+      case 5: score<5>(q, wide, keys, factor, to); break;
+      case 6: score<6>(q, wide, keys, factor, to); break;
+#endif
+      default: __builtin_unreachable();
+    }
+  }
+}
+
+// Scores of the tile and keys from .. to, not yet capped.
+template <class T>
+void score_tile(const Tile& tile, int64_t dim, float factor, int64_t from, int64_t to,
+                Scratch& scratch) {
+  const int64_t wide = up(dim, 4);
+  const float* q = scratch.q.data();
+  for (int64_t n = from; n < to; n += kAtOnce) {
+    const void* const* rows = scratch.keys.data() + n;
+    float* scores = scratch.scores.data() + n;
+    if (tile.rows <= kScored && dim == wide) {
+      score_rows(tile.rows, q, wide, InPlace<T>{rows}, factor, scores);
+    } else {
+      pack<T>(rows, dim, scratch.quads.data());
+      score_rows(tile.rows, q, wide, Packed{scratch.quads.data()}, factor, scores);
+    }
+  }
+}
+
+inline void cap(float* s, int64_t from, int64_t to, float softcap) {
+  for (int64_t n = from; n < to; n += kLanes) {
+    store(s + n, splat(softcap * kLog2E) * tanh(load(s + n)));
   }
 }
 
@@ -254,21 +305,16 @@ void attend_span(const AttentionCall& call, int64_t row, int64_t kv_head, const 
   const int64_t end = std::min(kSpan, tile.pos(tile.rows - 1) + 1 - base);
   const int64_t from = begin / kLanes * kLanes, to = up(end, kLanes);
   locate<T>(call, row, kv_head, base, from, to, begin, end, scratch);
-
-  for (int64_t n = from; n < to; n += kLanes) {
-    // Scoring takes more time than memory needs for the keys: it brings the values meanwhile.
-    for (int64_t i = n; i < n + kLanes; i++) fetch<T>(scratch.values[i], call.dim);
-    as_columns<T>(scratch.keys.data() + n, call.dim, scratch.columns.data());
-    for (int64_t m = 0; m < tile.rows; m += 6) {
-      score_rows(tile.rows - m, scratch.q.data() + m * call.dim, call.dim, scratch.columns.data(),
-                 call.scale, call.softcap, scratch.scores.data() + m * kSpan + n);
-    }
-  }
+  const bool capped = call.softcap > 0.0f;
+  score_tile<T>(tile, call.dim, capped ? call.scale / call.softcap : call.scale * kLog2E, from, to,
+                scratch);
   for (int64_t m = 0; m < tile.rows; m++) {
+    float* scores = scratch.scores.data() + m * kSpan;
+    if (capped) cap(scores, from, to, call.softcap);
     int64_t first = begin;
     if (call.window) first = std::max(first, tile.pos(m) - call.window + 1 - base);
     const int64_t last = std::min(end, tile.pos(m) + 1 - base);
-    soften(scratch.scores.data() + m * kSpan, from, to, first, last, sums + 2 * m);
+    soften(scores, from, to, first, last, sums + 2 * m);
   }
   std::fill(acc, acc + tile.rows * wide, 0.0f);
   if (call.dim == wide) {

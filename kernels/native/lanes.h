@@ -74,3 +74,5 @@ inline Lanes rounded(Lanes x, const bf16*) { return as_bf16(x); }
 }  // namespace quire
 
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
+// Before loops over arrays of registers: where one is not unrolled at once, the array is in memory.
+#define QUIRE_UNROLL _Pragma("GCC unroll 16")

@@ -113,4 +113,42 @@ inline Lanes as_bf16(Lanes x) {
 inline float sum(Lanes x) { return fold_sum(_mm256_add_ps(x.low, x.high)); }
 inline float largest(Lanes x) { return fold_largest(_mm256_max_ps(x.low, x.high)); }
 
+// One register, for loops that must know how many there are.
+using Register = __m256;
+constexpr int64_t kRegister = 8;  // floats of one
+constexpr int kRegisters = 16;    // of the machine
+
+inline Register register_of(float value) { return _mm256_set1_ps(value); }
+inline Register load_register(const float* from) { return _mm256_loadu_ps(from); }
+inline Register load_register(const bf16* from) {
+  return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline void store_register(float* to, Register x) { _mm256_storeu_ps(to, x); }
+inline Register times(Register x, Register y) { return _mm256_mul_ps(x, y); }
+inline Register fma(Register x, Register y, Register z) { return _mm256_fmadd_ps(x, y, z); }
+
+// A register of quads: four neighbours at d of the rows at 0 and 4; quads c = 0 .. 3 begin there.
+template <class T>
+Register quads_of(const void* const* rows, int64_t d);
+template <>
+inline Register quads_of<float>(const void* const* rows, int64_t d) {
+  const __m128 first = _mm_loadu_ps(static_cast<const float*>(rows[0]) + d);
+  const __m128 second = _mm_loadu_ps(static_cast<const float*>(rows[4]) + d);
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(first), second, 1);
+}
+template <>
+inline Register quads_of<bf16>(const void* const* rows, int64_t d) {
+  return widen(two_quads(rows[0], rows[4], d));
+}
+// The same four floats in every quad.
+inline Register splat_quad(const float* from) {
+  return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(from));
+}
+// Sums of the quads of four registers, (0 + 2) + (1 + 3) of each, in the order of their rows.
+inline Register sum_quads(Register a, Register b, Register c, Register d) {
+  const Register ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  const Register cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  return _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+}
+
 }  // namespace quire

@@ -90,4 +90,44 @@ inline float largest(Lanes x) {
       _mm256_max_ps(_mm512_castps512_ps256(x.all), _mm512_extractf32x8_ps(x.all, 1)));
 }
 
+// One register, for loops that must know how many there are.
+using Register = __m512;
+constexpr int64_t kRegister = 16;  // floats of one
+constexpr int kRegisters = 32;     // of the machine
+
+inline Register register_of(float value) { return _mm512_set1_ps(value); }
+inline Register load_register(const float* from) { return _mm512_loadu_ps(from); }
+inline Register load_register(const bf16* from) { return load(from).all; }
+inline void store_register(float* to, Register x) { _mm512_storeu_ps(to, x); }
+inline Register times(Register x, Register y) { return _mm512_mul_ps(x, y); }
+inline Register fma(Register x, Register y, Register z) { return _mm512_fmadd_ps(x, y, z); }
+
+// A register of quads: four neighbours at d of the rows at 0, 4, 8 and 12; quads c = 0 .. 3 begin
+// there.
+template <class T>
+Register quads_of(const void* const* rows, int64_t d);
+template <>
+inline Register quads_of<float>(const void* const* rows, int64_t d) {
+  Register x = _mm512_castps128_ps512(_mm_loadu_ps(static_cast<const float*>(rows[0]) + d));
+  x = _mm512_insertf32x4(x, _mm_loadu_ps(static_cast<const float*>(rows[4]) + d), 1);
+  x = _mm512_insertf32x4(x, _mm_loadu_ps(static_cast<const float*>(rows[8]) + d), 2);
+  return _mm512_insertf32x4(x, _mm_loadu_ps(static_cast<const float*>(rows[12]) + d), 3);
+}
+template <>
+inline Register quads_of<bf16>(const void* const* rows, int64_t d) {
+  const __m256i halves = _mm256_inserti128_si256(
+      _mm256_castsi128_si256(two_quads(rows[0], rows[4], d)), two_quads(rows[8], rows[12], d), 1);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+// The same four floats in every quad.
+inline Register splat_quad(const float* from) {
+  return _mm512_broadcast_f32x4(_mm_loadu_ps(from));
+}
+// Sums of the quads of four registers, (0 + 2) + (1 + 3) of each, in the order of their rows.
+inline Register sum_quads(Register a, Register b, Register c, Register d) {
+  const Register ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const Register cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+}
+
 }  // namespace quire

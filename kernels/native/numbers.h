@@ -29,6 +29,14 @@ inline bf16 to_bf16(float x) {
 inline void put(float* to, float x) { *to = x; }
 inline void put(bf16* to, float x) { *to = to_bf16(x); }
 
+// Four numbers at d of each of two rows.
+inline __m128i two_quads(const void* first, const void* second, int64_t d) {
+  const bf16 *x = static_cast<const bf16*>(first) + d, *y = static_cast<const bf16*>(second) + d;
+  const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x));
+  return _mm_castps_si128(
+      _mm_loadh_pi(_mm_castsi128_ps(low), reinterpret_cast<const __m64*>(y)));
+}
+
 inline float fold_sum(__m256 x) {
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   four = _mm_add_ps(four, _mm_movehl_ps(four, four));

@@ -152,8 +152,10 @@ Pool& the_pool() {
 
 }  // namespace
 
+int num_threads() { return omp_get_max_threads(); }
+
 void share_out(int64_t units, UnitBody body, const void* with) {
-  const int threads = omp_get_max_threads();
+  const int threads = num_threads();
   if (threads <= 1 || units <= 1) {
     for (int64_t unit = 0; unit < units; unit++) body(with, unit);
     return;

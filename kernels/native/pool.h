@@ -17,6 +17,9 @@ using UnitBody = void (*)(const void* with, int64_t unit);
 // finds the helpers taken works alone.
 void share_out(int64_t units, UnitBody body, const void* with);
 
+// Of the caller and its helpers at most: torch's number of threads.
+int num_threads();
+
 template <class Body>
 void for_units(int64_t units, const Body& body) {
   share_out(

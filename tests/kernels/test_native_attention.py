@@ -27,6 +27,9 @@ SPANS = [
     Case(rows=((40, 290), (1, 530)), num_heads=40, num_kv_heads=1, sinks=True),
     Case(rows=((9, 270), (1, 270)), head_dim=72, block_size=5, softcap=8.0),
     Case(rows=((9, 270), (1, 600)), head_dim=256, block_size=128),
+    # Of every number of heads at once, in place and laid side by side; dims that quads don't fill.
+    *(Case(rows=((1, 290), (2, 44)), num_heads=n, num_kv_heads=1) for n in range(1, 17)),
+    *(Case(rows=((1, 290), (3, 44)), head_dim=d) for d in (65, 70, 91)),
 ]
 
 
@@ -72,27 +75,43 @@ def alone(case: Case, tensors: Tensors, row: int, first: int, count: int) -> tor
     return part.call(operators.paged_attention, replace(case, rows=((count, seq_len),)))
 
 
+def assert_same_in_any_chunk(case: Case, threads: int) -> None:
+    """Decoded alone, in chunks of any size, beside other rows, on so many threads."""
+    tensors = build(case)
+    torch.set_num_threads(threads)
+    together = tensors.call(operators.paged_attention, case)
+    torch.set_num_threads(1)
+    for row, (query_len, _) in enumerate(case.rows):
+        for size in sorted({1, min(7, query_len), min(32, query_len), query_len}):
+            for first in range(0, query_len, size):
+                count = min(size, query_len - first)
+                start = int(tensors.query_start_loc[row]) + first
+                part = alone(case, tensors, row, first, count)
+                assert torch.equal(part, together[start : start + count]), (row, size, first)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [0, 40, 300])
 def test_a_token_has_the_same_bits_in_any_chunk(
     window: int, dtype: torch.dtype, threads: int
 ) -> None:
-    """Decoded alone, in chunks of any size, beside other rows, on any number of threads."""
     rows = ((70, 590), (1, 90), (33, 33), (1, 700))
     case = Case(rows=rows, num_heads=6, num_kv_heads=2, window=window, softcap=20.0, sinks=True)
-    case = case.at(dtype)
-    tensors = build(case)
-    torch.set_num_threads(threads)
-    together = tensors.call(operators.paged_attention, case)
-    torch.set_num_threads(1)
-    for row, (query_len, _) in enumerate(rows):
-        for size in (1, 7, 32, query_len):
-            for first in range(0, query_len, size):
-                count = min(size, query_len - first)
-                start = int(tensors.query_start_loc[row]) + first
-                part = alone(case, tensors, row, first, count)
-                assert torch.equal(part, together[start : start + count]), (row, size, first)
+    assert_same_in_any_chunk(case.at(dtype), threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("group", "head_dim", "block_size"),
+    [(1, 128, 16), (1, 70, 8), (2, 80, 4), (4, 256, 128), (5, 72, 5), (7, 64, 16), (16, 96, 32)],
+)
+def test_so_it_has_with_any_number_of_heads(
+    group: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    rows = ((40, 300), (1, 270), (9, 9))
+    case = Case(rows=rows, num_heads=group, num_kv_heads=1, head_dim=head_dim)
+    assert_same_in_any_chunk(replace(case, block_size=block_size, dtype=dtype), 2)
 
 
 def test_a_row_with_nan_leaves_the_others_alone() -> None:
