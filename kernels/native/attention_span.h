@@ -133,7 +133,8 @@ void weigh(float* acc, int64_t wide, const float* p, const void* const* values, 
            int64_t begin, int64_t end) {
   Register a[R][W];
   QUIRE_UNROLL for (int r = 0; r < R; r++) {
-    QUIRE_UNROLL for (int w = 0; w < W; w++) a[r][w] = load_register(acc + r * wide + d + w * kRegister);
+    const float* from = acc + r * wide + d;
+    QUIRE_UNROLL for (int w = 0; w < W; w++) a[r][w] = load_register(from + w * kRegister);
   }
   for (int64_t n = begin; n < end; n++) {
     const T* from = static_cast<const T*>(values[n]) + d;
@@ -156,7 +157,8 @@ void weigh(float* acc, int64_t wide, const float* p, const void* const* values, 
     }
   }
   QUIRE_UNROLL for (int r = 0; r < R; r++) {
-    QUIRE_UNROLL for (int w = 0; w < W; w++) store_register(acc + r * wide + d + w * kRegister, a[r][w]);
+    float* to = acc + r * wide + d;
+    QUIRE_UNROLL for (int w = 0; w < W; w++) store_register(to + w * kRegister, a[r][w]);
   }
 }
 
