@@ -1,16 +1,14 @@
 """The runner: failures stay with their row, errors have the port's types, settings are honoured."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import torch
-import transformers
 from structlog.testing import capture_logs
 
 from gpu_worker import runner as runner_module
-from gpu_worker import settings
 from gpu_worker.attention import TorchBackend, UnsupportedModelError
 from gpu_worker.kv_cache import CacheTooSmallError
 from gpu_worker.ports import (
@@ -20,52 +18,20 @@ from gpu_worker.ports import (
     ScheduledRow,
     StepOutput,
 )
-from gpu_worker.runner import TorchRunner, load_runner
+from gpu_worker.runner import TorchRunner
 from servicekit.model_files import model_digest
+from tests.tiny_llama import VOCABULARY, load_llama, write_llama
 
 pytestmark = pytest.mark.timeout(120)  # the first import of transformers takes its time
 
-VOCABULARY = 64
+# By plain torch.
+load = partial(load_llama, attention_backend="torch")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of two layers."""
-    torch.manual_seed(2)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.4,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    made = tmp_path_factory.mktemp("llama")
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made)
-    return made
-
-
-def load(folder: Path, **changes: Any) -> TorchRunner:
-    """With one thread and 32 blocks of 4 tokens."""
-    values = {
-        "model": folder,
-        "num_threads": 1,
-        "block_size": 4,
-        "num_gpu_blocks_override": 32,
-        "attention_backend": "torch",
-        **changes,
-    }
-    argv = [
-        part
-        for name, value in values.items()
-        for part in (f"--{name}".replace("_", "-"), str(value))
-    ]
-    return load_runner(settings.load(argv, {}), structlog.get_logger())
+    return write_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -4,22 +4,21 @@ A model with random weights decodes over two or more blocks; each test disturbs 
 row and compares tokens and logprobs, bit by bit, with a row that nobody disturbed.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
-import torch
-import transformers
 
-from gpu_worker import settings
 from gpu_worker.ports import Operation, OperationKind, SamplingSpec, ScheduledRow
-from gpu_worker.runner import TorchRunner, load_runner
+from gpu_worker.runner import TorchRunner
+from tests.tiny_llama import BLOCK_SIZE, load_llama, write_llama
 from tests.worker_builders import make_operation
 
 pytestmark = pytest.mark.timeout(120)  # the first import of transformers takes its time
 
-VOCABULARY, BLOCK_SIZE = 64, 4
+# By plain torch.
+load = partial(load_llama, attention_backend="torch")
 COPY, SWAP_OUT, SWAP_IN = OperationKind.COPY, OperationKind.SWAP_OUT, OperationKind.SWAP_IN
 PROMPT = [5, 6, 7, 8, 9, 10]
 SAMPLED = {"temperature": 0.9, "seed": 7}
@@ -28,47 +27,13 @@ SAMPLED = {"temperature": 0.9, "seed": 7}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of two layers."""
-    torch.manual_seed(2)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.4,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    made = tmp_path_factory.mktemp("llama")
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made)
-    return made
+    return write_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
 def runner(folder: Path) -> TorchRunner:
     """32 blocks of 4 tokens, and 16 in host memory."""
     return load(folder, swap_space_gib=16 * 1024 / 2**30)
-
-
-def load(folder: Path, **changes: Any) -> TorchRunner:
-    """On one thread, by plain torch."""
-    values = {
-        "model": folder,
-        "num_threads": 1,
-        "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": 32,
-        "attention_backend": "torch",
-        **changes,
-    }
-    argv = [
-        part
-        for name, value in values.items()
-        for part in (f"--{name}".replace("_", "-"), str(value))
-    ]
-    return load_runner(settings.load(argv, {}), structlog.get_logger())
 
 
 class Row:

@@ -6,18 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 import torch
-import transformers
 
-from gpu_worker import scoring, settings
+from gpu_worker import scoring
 from gpu_worker.ports import SamplingSpec, ScheduledRow
-from gpu_worker.runner import TorchRunner, load_runner
+from gpu_worker.runner import TorchRunner
 from tests.kernels.native import needs_native
+from tests.tiny_llama import VOCABULARY, load_llama, write_llama
 
 pytestmark = pytest.mark.timeout(120)  # the first import of transformers takes its time
-
-VOCABULARY = 64
 
 
 def score(logits: torch.Tensor, num_top: int = 3, token: int = 0) -> scoring.Scores:
@@ -63,33 +60,10 @@ def test_logits_that_are_not_finite_are_marked(bad: float) -> None:
     assert score(forbidden).logprobs.tolist() == [-np.inf], "less likely than anything, but known"
 
 
-def make_runner(folder: Path, **changes: str) -> TorchRunner:
-    """A Llama of one layer, blocks of 4."""
-    torch.manual_seed(2)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.4,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    argv = ["--model", str(folder), "--num-threads", "1", "--block-size", "4"]
-    argv += ["--num-gpu-blocks-override", "32"]
-    argv += [part for name, value in changes.items() for part in (f"--{name}", value)]
-    return load_runner(settings.load(argv, {}), structlog.get_logger())
-
-
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
     """Computed by transformers' modules."""
-    return make_runner(tmp_path_factory.mktemp("llama"), fused="false")
+    return load_llama(write_llama(tmp_path_factory.mktemp("llama"), num_layers=1), fused="false")
 
 
 def row(length: int, samples: bool = True, first_block: int = 0, **sampling: Any) -> ScheduledRow:
@@ -175,7 +149,7 @@ def test_the_lean_forward_runs_once_and_its_head_in_slices(
 ) -> None:
     rows = [row(30, num_logprobs=4), row(9, samples=False, first_block=8), row(6, first_block=12)]
     by_modules = runner.run(rows)
-    lean = make_runner(tmp_path)
+    lean = load_llama(write_llama(tmp_path, num_layers=1))
     fused = lean._model.fused
     assert fused is not None
     sizes: list[int] = []
