@@ -27,7 +27,7 @@ from gateway.rest.auth import no_keys
 from gateway.rest.routes import Rest
 from gateway.rest.server import RestServer
 from gateway.settings import GatewaySettings
-from servicekit import logs, model_files
+from servicekit import logs, model_files, redis_client
 from servicekit.grpc_server import MAX_MESSAGE_BYTES, Server
 from servicekit.metrics import new_registry
 from servicekit.ops import OpsServer
@@ -59,7 +59,8 @@ class Gateway:
         self._keys = keys = KeysFile(settings.api_keys_file) if settings.api_keys_file else None
         self.ports: dict[str, int] = {}
         self.queue = RedisQueue(
-            url=settings.redis_url,
+            redis=redis_client.connect(settings.redis_url),
+            blocking=redis_client.connect(settings.redis_url, blocking=True),
             model=model.name,
             gateway_id=gateway_id,
             reply_to=reply_to,

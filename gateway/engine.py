@@ -7,7 +7,6 @@ deadlines. A request leaves the table at its end and its client's side reads wha
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,7 +39,7 @@ from gateway.live import (
     stream_lost,
 )
 from gateway.metrics import GatewayMetrics
-from gateway.ports import Fleet, RequestQueue, TokenizerPort, WorkerLink
+from gateway.ports import Fleet, RequestQueue, Sources, TokenizerPort, WorkerLink
 from servicekit import logs
 
 SWEEP_S = 0.25
@@ -70,6 +69,7 @@ class Engine:
         tokenizer: TokenizerPort,
         metrics: GatewayMetrics,
         weight_of: Callable[[str], float] = equally,
+        sources: Sources = Sources(),  # noqa: B008  # frozen
     ) -> None:
         self.model = model
         self.draining = False
@@ -77,7 +77,8 @@ class Engine:
         self._queue = queue
         self._fleet = fleet
         self._tokenizer = tokenizer
-        self._intake = Intake(tokenizer, config.default_deadline_s, weight_of)
+        self._clock_s = sources.clock_s
+        self._intake = Intake(tokenizer, config.default_deadline_s, weight_of, sources)
         self._live: dict[RequestId, LiveRequest] = {}
         # By the first of a call's requests: those that are live.
         self._calls: dict[RequestId, list[LiveRequest]] = {}
@@ -86,7 +87,8 @@ class Engine:
         self._grace_over = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._to_supersede: set[LiveRequest] = set()
+        # In the order in which they were found to want it.
+        self._to_supersede: dict[LiveRequest, None] = {}
         self._supersede_news = asyncio.Event()
         self._log = logs.get_logger("gateway.engine")
         self._metrics = metrics
@@ -198,7 +200,7 @@ class Engine:
 
     def on_batch(self, batch: TokenBatch, link: WorkerLink) -> None:
         """Hands each request its tokens."""
-        now_s = time.monotonic()
+        now_s = self._clock_s()
         at = 0
         for i, attempt in enumerate(batch.attempts):
             request_id = RequestId(batch.request_ids[16 * i : 16 * i + 16])
@@ -225,7 +227,8 @@ class Engine:
         """Supersedes what this worker ran; requests without a token may have lost their first."""
         for live in list(self._live.values()):
             if live.link is link or live.link is None:
-                self._supersede(live, "gap")
+                # One without a token may have had its first there; most of them just wait.
+                self._supersede(live, "gap", counts=live.link is link)
 
     def on_notice(self, notice: Notice) -> None:
         """Ends a request, unless the notice speaks of an attempt that is over."""
@@ -345,11 +348,11 @@ class Engine:
         self._forget(live)
         live.wake()
         if tell:
-            if live.link is not None and live.link.connected and live.runs_at(time.monotonic()):
+            if live.link is not None and live.link.connected and live.runs_at(self._clock_s()):
                 live.link.cancel(live.request_id)
             else:
                 self._cancel_anywhere(live.request_id)
-        now_s = time.monotonic()
+        now_s = self._clock_s()
         num_prompt, num_output = len(live.queued.prompt_token_ids), len(live.state.tokens)
         first_s = live.first_token_s - live.arrived_s if live.first_token_s else None
         self._metrics.ended(end.reason, now_s - live.arrived_s, num_prompt, num_output)
@@ -376,17 +379,17 @@ class Engine:
         """Once or more often: a request may end before its admission is known to have failed."""
         if self._live.pop(live.request_id, None) is None:
             return
-        self._to_supersede.discard(live)
+        self._to_supersede.pop(live, None)
         call = self._calls[live.call_id]
         call.remove(live)
         if not call:
             del self._calls[live.call_id]
         self._look_whether_idle()
 
-    def _supersede(self, live: LiveRequest, why: str) -> None:
+    def _supersede(self, live: LiveRequest, why: str, *, counts: bool = True) -> None:
         if live.superseding or live.state.end is not None:
             return
-        if not live.state.supersede():
+        if not live.state.supersede(counts=counts):
             self._close(live, stream_lost(why))
             return
         self._log.warning(
@@ -394,8 +397,8 @@ class Engine:
         )
         live.superseding = True
         # Silence is counted anew from here.
-        live.last_token_s = live.last_token_s and time.monotonic()
-        self._to_supersede.add(live)
+        live.last_token_s = live.last_token_s and self._clock_s()
+        self._to_supersede[live] = None
         self._supersede_news.set()
 
     async def _supersede_all(self) -> None:
@@ -418,7 +421,7 @@ class Engine:
             live.admission = await self._queue.supersede(old, request)
         except UnavailableError:
             return
-        self._to_supersede.discard(live)
+        self._to_supersede.pop(live, None)
         live.superseding = False
         self._metrics.superseded.inc()
         if live.state.end is not None:
@@ -428,7 +431,7 @@ class Engine:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            now_s = time.monotonic()
+            now_s = self._clock_s()
             for live in list(self._live.values()):
                 if now_s > live.backstop_s:
                     self._close(live, OVERDUE)

@@ -5,8 +5,6 @@ differ by their index.
 """
 
 import math
-import secrets
-import time
 from collections.abc import Callable, Sequence
 
 from gateway.core import validation
@@ -14,7 +12,7 @@ from gateway.core.output import OutputAssembler
 from gateway.core.requests import CheckedPrompt, CheckedRequest
 from gateway.core.types import QueuedRequest, RequestId, Sampling
 from gateway.live import LiveRequest
-from gateway.ports import TokenizerPort
+from gateway.ports import Sources, TokenizerPort
 
 # Tokens before the output that its first pieces may need: a character is at most four bytes.
 CONTEXT_TOKENS = 6
@@ -29,17 +27,22 @@ class Intake:
     """Tokenizes, and draws what a client left open. `weight_of` gives a tenant's share."""
 
     def __init__(
-        self, tokenizer: TokenizerPort, default_deadline_s: float, weight_of: Callable[[str], float]
+        self,
+        tokenizer: TokenizerPort,
+        default_deadline_s: float,
+        weight_of: Callable[[str], float],
+        sources: Sources,
     ) -> None:
         self._tokenizer = tokenizer
         self._life_ms = math.ceil(default_deadline_s * 1000)
         self._weight_of = weight_of
+        self._sources = sources
 
     async def prepare(
         self, checked: Sequence[CheckedRequest], max_model_len: int
     ) -> list[LiveRequest]:
         """All samples of all prompts, in the order of the choices. Raises RequestRejected."""
-        arrived_s = time.monotonic()
+        arrived_s = self._sources.clock_s()
         lives: list[LiveRequest] = []
         num_tokens = 0
         for request in checked:
@@ -70,9 +73,8 @@ class Intake:
         max_model_len: int,
         arrived_s: float,
     ) -> list[LiveRequest]:
-        sampling = validation.fit(
-            checked, len(prompt), max_model_len, random_seed=secrets.randbits(64)
-        )
+        random_seed = int.from_bytes(self._sources.random_bytes(8))
+        sampling = validation.fit(checked, len(prompt), max_model_len, random_seed=random_seed)
         skip = checked.skip_special_tokens
         echo_text = None
         if checked.echo:
@@ -81,7 +83,7 @@ class Intake:
                 echo_text = await self._tokenizer.decode_ids(prompt, skip_special_tokens=skip)
         # A completion goes on in its prompt's text, an answer in a chat begins a text of its own.
         context = () if checked.prompt.messages is not None else tuple(prompt[-CONTEXT_TOKENS:])
-        group = secrets.token_bytes(16) if checked.n > 1 else b""
+        group = self._sources.random_bytes(16) if checked.n > 1 else b""
         return [
             LiveRequest(
                 self._queued(checked, prompt, sampling, group, index),
@@ -103,7 +105,7 @@ class Intake:
         index: int,
     ) -> QueuedRequest:
         return QueuedRequest(
-            request_id=RequestId(secrets.token_bytes(16)),
+            request_id=RequestId(self._sources.random_bytes(16)),
             attempt=1,
             prompt_token_ids=prompt,
             sampling=sampling,

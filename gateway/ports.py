@@ -1,11 +1,22 @@
 """What the engine asks of the world, and what the world tells the engine."""
 
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.core.detokenizer import Detokenizer
 from gateway.core.prompt import Message
 from gateway.core.types import Admission, Notice, QueuedRequest, RequestId, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where time and chance come from: monotonic seconds, and so many random bytes."""
+
+    clock_s: Callable[[], float] = time.monotonic
+    random_bytes: Callable[[int], bytes] = secrets.token_bytes
 
 
 class RequestQueue(Protocol):

@@ -192,7 +192,7 @@ class Executor:
     def _main(self) -> None:
         try:
             runner = self._load()
-            self._replica = Replica(_limits(runner.info))
+            self._replica = Replica(limits_of(runner.info))
         except BaseException as error:
             self._post(self._loading_ended, None, error)
             return
@@ -412,7 +412,8 @@ def _step_fault(
     return Fault(scope=scope, code=code, message=message, retryable=scope is FaultScope.STEP)
 
 
-def _limits(info: RunnerInfo) -> ReplicaLimits:
+def limits_of(info: RunnerInfo) -> ReplicaLimits:
+    """What a plan may name, by what the model offers."""
     return ReplicaLimits(
         num_slots=info.max_num_seqs,
         num_blocks=info.cache_group.num_blocks,

@@ -1,33 +1,26 @@
-"""Composition root of the scheduler: servers, Redis, lease, and one Term per epoch led."""
+"""Composition root of the scheduler: servers, Redis, and its part in leading."""
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
-from redis.asyncio import Redis
 
 from scheduler_svc import admin_codec, settings
 from scheduler_svc.adapters.clock import MonotonicClock
-from scheduler_svc.adapters.lease import LeaderLease
-from scheduler_svc.adapters.redis_access import FAILURES, DeposedError, RedisHealth, RedisSide
-from scheduler_svc.adapters.worker_link import EpochTooLowError
+from scheduler_svc.adapters.redis_access import RedisHealth, RedisSide
 from scheduler_svc.core import CoreConfig, SchedulerCore
 from scheduler_svc.grpc_service import SERVICE_NAME, SchedulerServicer
+from scheduler_svc.leadership import Leadership
 from scheduler_svc.metrics import Sample, SchedulerMetrics
 from scheduler_svc.ports import Clock, Core
-from scheduler_svc.recorder import TraceRecorder
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.term import Term
+from scheduler_svc.term import Surroundings, Term
 from servicekit import grpc_server, logs, ops, redis_client
 from servicekit.catalogue import SCHEDULER
 from servicekit.metrics import new_registry
 
-T = TypeVar("T")
-
-EXIT_STOPPED, EXIT_DEPOSED, EXIT_FAILED = 0, 1, 3
+EXIT_FAILED = 3
 _log = logs.get_logger("scheduler")
 
 
@@ -42,11 +35,9 @@ class SchedulerApp:
         make_core: Callable[[CoreConfig], Core] = SchedulerCore,
     ) -> None:
         self._config = config
-        self._core_config = config.core_config()
         self._clock = clock or MonotonicClock()
         self._make_core = make_core
-        self._lease: LeaderLease | None = None
-        self._term: Term | None = None
+        self._leadership: Leadership | None = None
         self.ports: dict[str, int] = {}
         registry = new_registry()
         self._metrics = SchedulerMetrics(registry, config.model_name, self._sample)
@@ -90,73 +81,23 @@ class SchedulerApp:
             listener=redis_client.connect(url, blocking=True),
             health=RedisHealth(self._clock),
         )
-        lease = LeaderLease(
-            redis.commands,
-            model=self._config.model_name,
-            ttl_s=self._config.lease_ttl_s,
-            health=redis.health,
+        self._leadership = Leadership(
+            self._config,
+            around=Surroundings(clock=self._clock, redis=redis),
+            make_core=self._make_core,
+            metrics=self._metrics,
         )
-        self._lease = lease
         try:
-            await _until(stop, _check_redis(redis.commands, redis.health))
-            while not stop.is_set():
-                epoch = await _until(stop, lease.acquire())
-                if epoch is not None:
-                    _log.info("leading", epoch=epoch)
-                    await self._run_term(epoch, stop, redis, lease)
-            return EXIT_STOPPED
-        except DeposedError as error:
-            _log.error("deposed", detail=str(error))
-            return EXIT_DEPOSED
+            return await self._leadership.run(stop)
         finally:
-            await lease.release()
             await redis.commands.aclose()
             await redis.listener.aclose()
 
-    async def _run_term(
-        self,
-        epoch: int,
-        stop: asyncio.Event,
-        redis: RedisSide,
-        lease: LeaderLease,
-    ) -> None:
-        """Returns at `stop`, or to lead again in a higher epoch. Raises DeposedError."""
-        recorder = self._open_trace(epoch)
-        self._term = Term(
-            self._config,
-            epoch=epoch,
-            core=self._make_core(self._core_config),
-            clock=self._clock,
-            redis=redis,
-            lease=lease,
-            metrics=self._metrics,
-            recorder=recorder,
-        )
-        try:
-            await self._term.run(stop, lambda: _log.info("ready", epoch=epoch))
-        except* DeposedError as deposed:
-            raise DeposedError(str(_first(deposed))) from None
-        except* EpochTooLowError as refused:
-            error = _first(refused)
-            assert isinstance(error, EpochTooLowError)
-            _log.error("epoch_too_low", epoch=epoch, highest=error.highest_epoch)
-            await lease.step_over(epoch, error.highest_epoch)
-        finally:
-            self._term = None
-            if recorder is not None:
-                recorder.close()
-
-    def _open_trace(self, epoch: int) -> TraceRecorder | None:
-        if not self._config.trace_dir:
-            return None
-        return TraceRecorder(
-            Path(self._config.trace_dir).expanduser(),
-            epoch=epoch,
-            config=self._core_config,
-            max_bytes=self._config.trace_max_mib * 2**20,
-        )
-
     # What others may look at
+
+    @property
+    def _term(self) -> Term | None:
+        return self._leadership.term if self._leadership else None
 
     def is_leading(self) -> bool:
         """It leads and has read all that waits."""
@@ -164,7 +105,7 @@ class SchedulerApp:
 
     def is_ready(self) -> bool:
         """It leads, or would take over at once: a standby that Redis does not answer would not."""
-        return self.is_leading() or (self._lease is not None and self._lease.standing_by)
+        return self.is_leading() or (self._leadership is not None and self._leadership.standing_by)
 
     def _sample(self) -> Sample:
         term = self._term
@@ -192,42 +133,6 @@ class SchedulerApp:
             stats=term.core.stats if term else None,
             addresses=term.links.addresses() if term else {},
         )
-
-
-async def _check_redis(redis: Redis, health: RedisHealth) -> None:
-    """Waits for Redis; RuntimeError if it may drop keys."""
-    while True:
-        try:
-            await redis_client.require_noeviction(redis)
-        except FAILURES as error:
-            if "unknown command" in str(error).lower() or "NOPERM" in str(error):
-                _log.warning("eviction_policy_unknown", detail=str(error)[:200])
-                return
-            health.failed(error)
-            await asyncio.sleep(0.5)
-        else:
-            health.answered()
-            return
-
-
-async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None if `stop` comes first."""
-    loop = asyncio.get_running_loop()
-    working, stopping = loop.create_task(work), loop.create_task(stop.wait())
-    try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        stopping.cancel()
-        working.cancel()
-        await asyncio.wait({working, stopping})
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 async def main(argv: list[str], environ: dict[str, str], stop: asyncio.Event) -> int:

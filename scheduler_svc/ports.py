@@ -127,6 +127,10 @@ class LinkObserver(Protocol):
         """A worker was declared lost."""
 
 
+class TermObserver(RoundObserver, LinkObserver, Protocol):
+    """Sees all of a term."""
+
+
 # What a worker says on its session, decoded.
 
 

@@ -6,6 +6,7 @@ to stop or the term is over. A part that raises ends all the others.
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from scheduler_svc.adapters.backlog_redis import BacklogPublisher
 from scheduler_svc.adapters.cancels import CancelsOnce
@@ -14,11 +15,12 @@ from scheduler_svc.adapters.inbox_redis import RequestInbox
 from scheduler_svc.adapters.lease import LeaderLease
 from scheduler_svc.adapters.outbox_redis import CompletionOutbox
 from scheduler_svc.adapters.redis_access import FencedRedis, RedisSide
+from scheduler_svc.adapters.worker_link import Dial
 from scheduler_svc.adapters.worker_links import WorkerLinks
 from scheduler_svc.driver import Driver, EventQueue
-from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.ports import Clock, Core, RoundRecorder
+from scheduler_svc.ports import Clock, Core, RoundRecorder, TermObserver
 from scheduler_svc.settings import SchedulerSettings
+from servicekit import grpc_server
 from servicekit.logs import get_logger
 
 MAX_WAITING = 4096
@@ -48,6 +50,15 @@ class _Room:
         return self._base + self._outbox.num_held < MAX_WAITING
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is around a process: its clock, its Redis, and how it dials workers."""
+
+    clock: Clock
+    redis: RedisSide
+    dial: Dial = grpc_server.channel
+
+
 class Term:
     """A leadership from its epoch to its end."""
 
@@ -57,12 +68,12 @@ class Term:
         *,
         epoch: int,
         core: Core,
-        clock: Clock,
-        redis: RedisSide,
+        around: Surroundings,
         lease: LeaderLease,
-        metrics: SchedulerMetrics,
+        metrics: TermObserver,
         recorder: RoundRecorder | None = None,
     ) -> None:
+        clock, redis = around.clock, around.redis
         model = settings.model_name
         self.core = core
         self.epoch = epoch
@@ -74,14 +85,12 @@ class Term:
         access = FencedRedis(redis.commands, model=model, epoch=epoch, health=redis.health)
         self.outbox = CompletionOutbox(access)
         self.links = WorkerLinks(
-            redis.commands,
-            model=model,
-            epoch=epoch,
+            access,
             grace_s=settings.worker_grace_s,
             clock=clock,
             sink=sink,
             observer=metrics,
-            health=redis.health,
+            dial=around.dial,
         )
         self._gateways = GatewayWatch(
             redis.commands,

@@ -14,7 +14,7 @@ REGISTRY_TTL_MS = 5_000
 BLOCK_MS = 2_000
 MAX_CONNECTIONS = 16
 
-_ANNOUNCE = """
+ANNOUNCE = """
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
@@ -85,7 +85,7 @@ async def require_noeviction(redis: Redis) -> None:
 async def announce(redis: Redis, model: str, kind: str, member_id: str, record: bytes) -> None:
     """Sets or renews a registry member for REGISTRY_TTL_MS. Call every second."""
     keys = redis_keys.record(model, kind, member_id), redis_keys.registry(model, kind)
-    await redis.eval(_ANNOUNCE, 2, *keys, member_id, record, REGISTRY_TTL_MS)
+    await redis.eval(ANNOUNCE, 2, *keys, member_id, record, REGISTRY_TTL_MS)
 
 
 async def withdraw(redis: Redis, model: str, kind: str, member_id: str) -> None:

@@ -29,7 +29,7 @@ _FAILURES = (RedisError, OSError, TimeoutError)
 # KEYS requests, backlog. ARGV most requests, most tokens, tokens of these, wake channel, then each
 # request's entry and life in ms. Answers {1, then each one's entry id and deadline} or {0, bound
 # reached, tokens waiting, tokens/s}.
-_ADMIT = """
+ADMIT = """
 local waiting = tonumber(redis.call('HGET', KEYS[2], 'tokens') or '0') or 0
 local rate = redis.call('HGET', KEYS[2], 'tokens_per_s') or '0'
 if redis.call('XLEN', KEYS[1]) + (#ARGV - 4) / 2 > tonumber(ARGV[1]) then
@@ -52,7 +52,7 @@ return admitted
 """
 
 # KEYS requests. ARGV old entry id, entry, deadline, group, wake channel. Answers the new entry id.
-_SUPERSEDE = """
+SUPERSEDE = """
 redis.pcall('XACK', KEYS[1], ARGV[4], ARGV[1])
 redis.call('XDEL', KEYS[1], ARGV[1])
 local id = redis.call('XADD', KEYS[1], '*', 'entry', ARGV[2], 'deadline_ms', ARGV[3])
@@ -62,22 +62,23 @@ return id
 
 
 class RedisQueue:
-    """RequestQueue. `run` must be running."""
+    """RequestQueue. `run` must be running. `blocking` is a client for reads that wait."""
 
     def __init__(
         self,
         *,
-        url: str,
+        redis: Redis,
+        blocking: Redis,
         model: str,
         gateway_id: str,
         reply_to: bytes,
         max_requests: int,
         max_tokens: int,
     ) -> None:
-        self._redis = redis_client.connect(url)
-        self._blocking = redis_client.connect(url, blocking=True)
-        self._admit = self._redis.register_script(_ADMIT)
-        self._supersede = self._redis.register_script(_SUPERSEDE)
+        self._redis = redis
+        self._blocking = blocking
+        self._admit = self._redis.register_script(ADMIT)
+        self._supersede = self._redis.register_script(SUPERSEDE)
         self._model = model
         self._gateway_id = gateway_id
         self._reply_to = reply_to

@@ -28,22 +28,34 @@ ACK_S = 0.1
 MAX_PENDING_CANCELS = 16_384
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 1.0
 SUBSCRIBED_TIMEOUT_S = 5.0
+Dial = Callable[[str], grpc.aio.Channel]
 _Call = grpc.aio.StreamStreamCall[worker_pb2.TokensRequest, worker_pb2.TokensResponse]
 
 
 class TokensLink:
     """WorkerLink. `run` keeps the stream up until the worker is given up."""
 
-    def __init__(self, record: WorkerRecord, gateway_id: str, reply_to: bytes) -> None:
+    def __init__(
+        self,
+        record: WorkerRecord,
+        gateway_id: str,
+        reply_to: bytes,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+        dial: Dial = grpc_server.channel,
+    ) -> None:
         self.record = record
         self.registered = True
         self.replaced = False
         self.connected = False
+        self._was_connected = False
         self._gateway_id = gateway_id
         self._reply_to = reply_to
         self._last_sequence = 0
         self._acknowledged = 0
-        self._broken_since_s = time.monotonic()
+        self._clock_s = clock_s
+        self._dial = dial
+        self._broken_since_s = clock_s()
         # At the bound the oldest is dropped; the tokens that then come bring it back.
         self._cancels: deque[RequestId] = deque(maxlen=MAX_PENDING_CANCELS)
         self._to_send = asyncio.Event()
@@ -63,12 +75,12 @@ class TokensLink:
             return False
         if self.replaced:
             return True
-        return not self.registered and time.monotonic() - self._broken_since_s > GIVE_UP_S
+        return not self.registered and self._clock_s() - self._broken_since_s > GIVE_UP_S
 
     async def run(self, sink: EventSink) -> None:
         """Dials until given up."""
         backoff_s = FIRST_BACKOFF_S
-        async with grpc_server.channel(self.record.address) as channel:
+        async with self._dial(self.record.address) as channel:
             stub = worker_pb2_grpc.TokensServiceStub(channel)
             while not self.given_up:
                 try:
@@ -80,12 +92,15 @@ class TokensLink:
                     self._log.warning("stream_error", error=type(error).__name__)
                 if self.connected:
                     self.connected = False
-                    self._broken_since_s = time.monotonic()
+                    self._broken_since_s = self._clock_s()
                     backoff_s = FIRST_BACKOFF_S
                     self._log.info("stream_down", last_sequence=self._last_sequence)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(backoff_s * 2, LAST_BACKOFF_S)
         self._log.info("given_up", replaced=self.replaced)
+        if self._was_connected:
+            # Its outbox is gone, and with it what it had sent into it and the scheduler has booked.
+            sink.on_gap(self)
 
     async def _follow(self, call: _Call, sink: EventSink) -> None:
         """One stream from Subscribe to its break."""
@@ -103,7 +118,7 @@ class TokensLink:
             gap = None if first is None else codec.subscribed_gap(first)
             if gap is None:
                 return
-            self.connected = True
+            self.connected = self._was_connected = True
             self._log.info("stream_up", last_sequence=self._last_sequence, gap=gap)
             if gap:
                 sink.on_gap(self)
@@ -161,13 +176,23 @@ class TokensFleet:
     """Fleet over the workers' registry."""
 
     def __init__(
-        self, *, redis: Redis, model: str, digest: str, gateway_id: str, reply_to: bytes
+        self,
+        *,
+        redis: Redis,
+        model: str,
+        digest: str,
+        gateway_id: str,
+        reply_to: bytes,
+        clock_s: Callable[[], float] = time.monotonic,
+        dial: Dial = grpc_server.channel,
     ) -> None:
         self._redis = redis
         self._model = model
         self._digest = digest
         self._gateway_id = gateway_id
         self._reply_to = reply_to
+        self._clock_s = clock_s
+        self._dial = dial
         self._links: dict[tuple[str, int], TokensLink] = {}
         # Told once each; forgotten when the worker has left the registry.
         self._foreign: set[tuple[str, int]] = set()
@@ -232,7 +257,13 @@ class TokensFleet:
             if record.model_digest != self._digest:
                 self._refuse(key, record)
             elif key not in self._links:
-                link = TokensLink(record, self._gateway_id, self._reply_to)
+                link = TokensLink(
+                    record,
+                    self._gateway_id,
+                    self._reply_to,
+                    clock_s=self._clock_s,
+                    dial=self._dial,
+                )
                 self._links[key] = link
                 start(link)
 

@@ -109,12 +109,15 @@ class StreamState:
         self.end = end
         return Fed.NEWS
 
-    def supersede(self) -> bool:
-        """Raises the attempt; False if that has happened MAX_SUPERSEDES times."""
+    def supersede(self, *, counts: bool = True) -> bool:
+        """Raises the attempt; False if that has happened MAX_SUPERSEDES times.
+
+        It does not count where nothing is known to have gone wrong with this request.
+        """
         assert self.end is None
         if self.num_superseded >= MAX_SUPERSEDES:
             return False
-        self.num_superseded += 1
+        self.num_superseded += counts
         self.attempt += 1
         return True
 

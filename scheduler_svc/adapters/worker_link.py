@@ -63,7 +63,6 @@ GIVEN_UP_PAUSE_S = 5.0
 _MAX_DEAD_INCARNATIONS = 8
 _MAX_LOGGED_FAULTS = 16
 
-
 _SESSION_ERRORS = (
     LinkError,
     grpc.aio.AioRpcError,
@@ -72,10 +71,10 @@ _SESSION_ERRORS = (
     codec.MalformedError,
     TimeoutError,
 )
-
 _BREACHES = (ProtocolError, codec.MalformedError)
 
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
+Dial = Callable[[str], grpc.aio.Channel]
 
 
 class EpochTooLowError(Exception):
@@ -99,6 +98,7 @@ class WorkerLink:
         sink: EventSink,
         observer: LinkObserver,
         check_digest: Callable[[WorkerId, str], None],
+        dial: Dial = grpc_server.channel,
     ) -> None:
         self.worker_id = record.worker_id
         self._record: WorkerRecord | None = record
@@ -109,6 +109,7 @@ class WorkerLink:
         self._sink = sink
         self._observer = observer
         self._check_digest = check_digest
+        self._dial = dial
         self._log = get_logger("scheduler.worker").bind(worker=record.worker_id)
         self._life: WorkerLife | None = None
         self._ending: str | None = None
@@ -262,7 +263,7 @@ class WorkerLink:
     async def _serve(self) -> None:
         if self._record is not None:
             self._address = self._record.address
-        async with grpc_server.channel(self._address) as channel:
+        async with self._dial(self._address) as channel:
             method: Any = channel.stream_stream(METHOD)
             call: Call = method()
             life = self._life

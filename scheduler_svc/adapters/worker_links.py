@@ -6,15 +6,13 @@ The registry only adds. A worker that is no longer in it keeps its link while it
 import asyncio
 from collections.abc import Mapping
 
-from redis.asyncio import Redis
-
 from scheduler_svc import codec
-from scheduler_svc.adapters.redis_access import FAILURES, RedisHealth
-from scheduler_svc.adapters.worker_link import WorkerLink
+from scheduler_svc.adapters.redis_access import FAILURES, FencedRedis
+from scheduler_svc.adapters.worker_link import Dial, WorkerLink
 from scheduler_svc.core.ready import StepPlan
 from scheduler_svc.core.types import WorkerId
 from scheduler_svc.ports import Clock, EventSink, LinkObserver, WorkerRecord
-from servicekit import redis_client
+from servicekit import grpc_server, redis_client
 from servicekit.logs import get_logger
 
 REGISTRY_PERIOD_S = 0.5
@@ -28,24 +26,23 @@ class WorkerLinks:
 
     def __init__(
         self,
-        redis: Redis,
+        access: FencedRedis,
         *,
-        model: str,
-        epoch: int,
         grace_s: float,
         clock: Clock,
         sink: EventSink,
         observer: LinkObserver,
-        health: RedisHealth,
+        dial: Dial = grpc_server.channel,
     ) -> None:
-        self._redis = redis
-        self._model = model
-        self._epoch = epoch
+        self._redis = access.redis
+        self._model = access.model
+        self._epoch = access.epoch
         self._grace_ns = round(grace_s * 1e9)
         self._clock = clock
         self._sink = sink
         self._observer = observer
-        self._health = health
+        self._health = access.health
+        self._dial = dial
         self._links: dict[WorkerId, WorkerLink] = {}
         self._digest = ""
         self._bad_records: set[str] = set()
@@ -119,6 +116,7 @@ class WorkerLinks:
             sink=self._sink,
             observer=self._observer,
             check_digest=self._check_digest,
+            dial=self._dial,
         )
         self._links[record.worker_id] = link
         group.create_task(self._run(link))

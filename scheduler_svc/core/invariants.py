@@ -1,20 +1,26 @@
 """The core's promises, checked after every event in tests and sampled in long runs."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from scheduler_svc.core import digest
-from scheduler_svc.core.flight import StepInFlight
+from scheduler_svc.core.flight import DECODE, StepInFlight
 from scheduler_svc.core.lifecycle import RequestState
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import SchedulerCore
+from scheduler_svc.core.types import WorkerId
 from scheduler_svc.core.worker_state import WorkerState
 
 
-def check_all(core: SchedulerCore) -> None:
-    """Raises AssertionError naming the broken promise. Reads private state; changes nothing."""
+def check_all(core: SchedulerCore, worker_id: WorkerId | None = None) -> None:
+    """Raises AssertionError naming the broken promise. Reads private state; changes nothing.
+
+    With a worker's id the insides of the others are left out.
+    """
     running, out = {}, set()
     for worker in core._workers.values():
-        _check_worker(worker)
+        if worker_id is None or worker.worker_id == worker_id:
+            _check_worker(worker)
         for request in worker.running.values():
             assert request.request_id not in running, "a request runs twice"
             running[request.request_id] = request
@@ -30,7 +36,7 @@ def check_all(core: SchedulerCore) -> None:
         assert (request.state is RequestState.RUNNING) == (request.request_id in running)
         assert (request.state is RequestState.WAITING) == (request in core._waiting)
         assert request.state is not RequestState.FINISHED, "a finished request is still held"
-        is_swapped = request.state in {RequestState.SWAPPED, RequestState.SWAPPING_IN}
+        is_swapped = request.state in (RequestState.SWAPPED, RequestState.SWAPPING_IN)
         assert is_swapped == (request.request_id in out)
         if request.state is RequestState.RETURNING:
             assert request.num_in_flight > 0, "a request waits for steps that are not in flight"
@@ -45,7 +51,7 @@ def check_all(core: SchedulerCore) -> None:
             for row in flight.gone:
                 flights[flight.batch.requests[row]] += 1
     for request in core._requests.values():
-        if request.state in {RequestState.RETURNING, RequestState.SWAPPED}:
+        if request.state in (RequestState.RETURNING, RequestState.SWAPPED):
             assert request.num_in_flight == flights[request]
     total = sum(request.max_total_tokens for request in core._requests.values())
     assert core._num_total_tokens == total
@@ -80,31 +86,60 @@ def _check_worker(worker: WorkerState) -> None:
     in_rank = sorted(worker.running.values(), key=lambda request: request.rank)
     assert worker.ranked == in_rank
     assert worker._ranks == [request.rank for request in in_rank]
-    rows = worker.rows
-    pending = sum(max(0, rows.num_wanted(request.slot) - 1) for request in in_rank)
-    assert worker.num_pending_prefill == pending
-    assert worker._num_unsampled == sum(rows.is_unsampled(request.slot) for request in in_rank)
+    _check_counts(worker, in_rank)
     samples = [r for r in in_rank if r.sample_group]
     assert sorted(r.rank for g in worker.samples.values() for r in g) == [r.rank for r in samples]
     assert all(r in worker.samples[r.sample_group] for r in samples)
     assert worker.order.tolist() == [request.slot for request in in_rank]
-    num_left = [int(rows.limit[r.slot] - rows.num_tokens[r.slot]) for r in in_rank]
-    assert worker._num_open <= min(num_left, default=worker._num_open)
     for name, request in worker.coming.items():
         assert worker.running.get(request.slot) is request, "a block is coming from nobody"
         assert name in request.block_hashes[request.num_published :]
-    total = 0
-    for slot, request in worker.running.items():
+    _check_rows(worker, size)
+
+
+def _check_counts(worker: WorkerState, in_rank: Sequence[Request]) -> None:
+    """What is kept of all rows together."""
+    rows = worker.rows
+    slots = [request.slot for request in in_rank]
+    known, limit = rows.num_tokens[slots].tolist(), rows.limit[slots].tolist()
+    computed, at_admission = rows.num_computed[slots].tolist(), rows.known[slots].tolist()
+    pending = sum(
+        max(0, tokens - done - 1)
+        for tokens, done, most in zip(known, computed, limit, strict=True)
+        if tokens < most
+    )
+    assert worker.num_pending_prefill == pending
+    unsampled = sum(tokens == before for tokens, before in zip(known, at_admission, strict=True))
+    assert worker._num_unsampled == unsampled
+    num_left = [most - tokens for tokens, most in zip(known, limit, strict=True)]
+    assert worker._num_open <= min(num_left, default=worker._num_open)
+
+
+def _check_rows(worker: WorkerState, size: int) -> None:
+    """What stands in the columns of each slot."""
+    rows, total = worker.rows, 0
+    slots = list(worker.running)
+    columns = (rows.num_tokens, rows.num_computed, rows.num_confirmed, rows.limit, rows.room)
+    numbers = zip(*(column[slots].tolist() for column in columns), strict=True)
+    flights = [
+        (flight, {id(request): row for row, request in enumerate(flight.batch.requests)})
+        for flight in worker.in_flight
+    ]
+    for (slot, request), row in zip(worker.running.items(), numbers, strict=True):
+        num_tokens, num_computed, num_confirmed, limit, room = row
         assert request.slot == slot
         assert request.worker_id == worker.worker_id
-        num_tokens, num_computed = int(rows.num_tokens[slot]), int(rows.num_computed[slot])
-        assert rows.limit[slot] == request.max_total_tokens
-        assert rows.room[slot] == len(request.blocks) * size
-        for block in request.blocks[int(rows.num_confirmed[slot]) // size :]:
+        assert limit == request.max_total_tokens
+        assert room == len(request.blocks) * size
+        for block in request.blocks[num_confirmed // size :]:
             assert not worker.pool.is_shared(block), "a shared block may be written"
-        assert num_computed <= rows.room[slot], "computed past the table"
-        num_coming = sum(flight.num_tokens_of(request) for flight in worker.in_flight)
-        assert rows.num_confirmed[slot] + num_coming == num_computed < num_tokens
+        assert num_computed <= room, "computed past the table"
+        num_coming = sum(
+            flight.special.get(row_of[id(request)], DECODE).num_tokens
+            for flight, row_of in flights
+            if id(request) in row_of
+        )
+        assert num_confirmed + num_coming == num_computed < num_tokens
         assert len(request.token_ids) <= num_tokens <= request.max_total_tokens
         # Room for what has been computed and at most the next block.
         needed = max(num_computed, len(request.token_ids))

@@ -141,6 +141,10 @@ class Request:
         self.num_preemptions, self.num_swaps = old.num_preemptions, old.num_swaps
         self.num_moves = old.num_moves
         self.preempted_ns, self.set_back_ns = old.preempted_ns, old.set_back_ns
+        if len(old.token_ids) == old.tokens_at_loss:
+            # What kills its workers must not begin to count anew by being asked for again.
+            self.tokens_at_loss = len(self.token_ids)
+            self.num_losses, self.num_failed_steps = old.num_losses, old.num_failed_steps
 
     def set_back(self, now_ns: int, *, preempted: bool) -> None:
         """It has lost its blocks. What comes on top before its next token is the same set-back."""

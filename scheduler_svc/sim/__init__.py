@@ -16,10 +16,10 @@ at any await. Chance comes from one seed, a stream of its own for each part, so 
 draws moves no other. Nothing is iterated whose order depends on addresses or on hashes of text.
 
 Faults (faults.py) come while requests come. Then everything is healed and each request has to end
-within a bounded time. Checked on the way, and an error at the event where it breaks (rules.py): the
-core's invariants after each event; exactly one end for each request; what a client is given is,
-token by token, what its prompt and seed demand; each block a step reads holds what the request's
-prefix demands; no worker obeys an older epoch after a newer one.
+within a bounded time. Checked on the way, and an error at the event where it breaks: the core's
+invariants after each event; exactly one end for each request; what a client is given is, token by
+token, what its prompt and seed demand; each block a step reads holds what the request's prefix
+demands; no worker obeys an older epoch after a newer one.
 
 **The load** (`load.py`) is the core alone with workers that cost time and compute nothing, for
 throughput, tails and fairness of clusters of any size, at the speed that studies need. It shares

@@ -13,9 +13,10 @@ from quire.v1 import common_pb2, queue_pb2, scheduler_pb2, scheduler_pb2_grpc
 from redis.asyncio import Redis
 
 from scheduler_svc import trace_file
-from scheduler_svc.app import EXIT_DEPOSED, EXIT_FAILED, EXIT_STOPPED
+from scheduler_svc.app import EXIT_FAILED
 from scheduler_svc.core import SchedulerCore
 from scheduler_svc.core.events import Event, RequestArrived
+from scheduler_svc.leadership import EXIT_DEPOSED, EXIT_STOPPED
 from scheduler_svc.replay import replay
 from servicekit import grpc_server, redis_keys
 from tests.integration.scheduler.fake_worker_server import FakeWorkerServer

@@ -14,6 +14,7 @@ from gateway.core.requests import RawRequest
 from gateway.core.types import FinishReason, QueuedRequest
 from gateway.core.validation import check
 from gateway.intake import Intake, equally
+from gateway.ports import Sources
 from servicekit.grpc_server import channel
 from tests.unit.gateway.fakes import MODEL, Bench, FakeTokenizer, make_bench, running
 from tests.unit.gateway.test_engine import eventually
@@ -89,7 +90,7 @@ class LongTokenizer(FakeTokenizer):
 
 async def test_prompts_are_counted_with_their_samples() -> None:
     """Each goes into the queue with its own: that has a bound before any is made."""
-    intake = Intake(LongTokenizer(), 600.0, equally)
+    intake = Intake(LongTokenizer(), 600.0, equally, Sources())
     checked = check(RawRequest(text="x", max_tokens=1, n=64), MODEL)
     assert len(await intake.prepare([checked], 10_000)) == 64
     with pytest.raises(RequestRejected, match="1048704 tokens, more than 1048576") as caught:

@@ -90,6 +90,13 @@ def test_superseding_raises_the_attempt_a_bounded_number_of_times() -> None:
     assert state.feed(3, 1, [6]) is Fed.NOTHING
 
 
+def test_superseding_on_suspicion_does_not_count() -> None:
+    """Workers that go may have had its first token, one after the other."""
+    state = StreamState()
+    assert all(state.supersede(counts=False) for _ in range(10 * MAX_SUPERSEDES))
+    assert (state.attempt, state.num_superseded) == (10 * MAX_SUPERSEDES + 1, 0)
+
+
 @given(
     output=st.lists(st.integers(0, 9), min_size=1, max_size=30),
     cuts=st.lists(st.tuples(st.integers(0, 29), st.integers(1, 8)), max_size=40),

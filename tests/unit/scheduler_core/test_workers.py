@@ -322,6 +322,21 @@ def test_a_request_whose_steps_always_fail_is_answered() -> None:
     assert c.core.stats.num_failed_steps == 9
 
 
+def test_losses_count_on_when_a_gateway_asks_anew() -> None:
+    """It asks whenever a worker goes, or what kills workers would go on for ever."""
+    c = cluster()
+    c.arrive(make_request("a"))
+    for _ in range(20):
+        if c.end("a"):
+            break
+        c.join("w")
+        c.lose("w")
+        if c.end("a") is None:
+            c.supersede("a")
+    assert c.end("a") is FinishReason.ERROR
+    assert c.core.stats.num_recovered == 3
+
+
 def test_a_broken_worker_is_given_up_at_once() -> None:
     c = cluster()
     worker = c.begin("w0")

@@ -1,0 +1,186 @@
+"""python -m scheduler_svc.sim --seed N [--trace OUT], or --seeds A..B: worlds with faults.
+
+Exits with 1 if a promise was broken, with the seed, the promise, the number of the event at which
+it broke and the command that plays it again; or if a run over CENSUS seeds or more shows a kind of
+fault that never took effect.
+"""
+
+import argparse
+import gc
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+import structlog
+
+from scheduler_svc.sim.faults import KINDS, MIN_EFFECTS
+from scheduler_svc.sim.world import MIN_REQUESTS, Options, Outcome, run_seed
+
+CENSUS = 100
+_SILENT = 50
+_LEVELS = {"info": 20, "warning": 30, "error": 40, "none": _SILENT}
+
+
+@contextmanager
+def quiet(level: int = _SILENT) -> Iterator[None]:
+    """The services' logs below a level go nowhere; afterwards everything is as before."""
+    before = structlog.get_config()
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def problem(outcome: Outcome, options: Options) -> str | None:
+    """What is wrong with a seed's outcome, None if nothing is."""
+    if outcome.rule:
+        return outcome.detail
+    if options.only is None:
+        if outcome.num_requests < MIN_REQUESTS:
+            return f"only {outcome.num_requests} requests"
+        if (effects := sum(outcome.faults.values())) < MIN_EFFECTS:
+            return f"only {effects} faults took effect"
+    return None
+
+
+def report(outcome: Outcome, what: str) -> str:
+    """Of a seed that went wrong."""
+    return (
+        f"seed {outcome.seed}: {what}\n"
+        f"  rule:   {outcome.rule or 'a seed tests what it says'}\n"
+        f"  event:  {outcome.num_events}, at {outcome.virtual_s:.3f} virtual seconds\n"
+        f"  commit: {_commit()}\n"
+        f"  replay: python -m scheduler_svc.sim --seed {outcome.seed} --trace seed.trace\n"
+    )
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parent,
+    )  # fmt: skip
+    return found.stdout.strip() or "unknown"
+
+
+def census(outcomes: Sequence[Outcome], seconds: float) -> str:
+    """The table of a run over many seeds."""
+    faults: Counter[str] = Counter()
+    ends: Counter[str] = Counter()
+    for outcome in outcomes:
+        faults.update(outcome.faults)
+        ends.update(outcome.ends)
+    lines = [f"{'fault that took effect':28} {'times':>8} {'seeds':>8}"]
+    for kind in KINDS:
+        num_seeds = sum(bool(outcome.faults[kind]) for outcome in outcomes)
+        lines.append(f"{kind:28} {faults[kind]:>8} {num_seeds:>8}")
+    count = len(outcomes)
+    lines += [
+        "",
+        f"{count} seeds, {sum(o.num_requests for o in outcomes)} requests, "
+        f"{sum(o.num_steps for o in outcomes)} steps, "
+        f"{sum(o.num_events for o in outcomes)} events, "
+        f"{sum(o.num_blocks_checked for o in outcomes)} blocks compared",
+        f"ends: {', '.join(f'{name} {ends[name]}' for name in sorted(ends))}; "
+        f"{sum(o.num_refused for o in outcomes)} times refused and asked again",
+        f"{sum(o.virtual_s for o in outcomes):.0f} virtual seconds in {seconds:.1f} s, "
+        f"{seconds / max(count, 1):.3f} s a seed",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def missing(outcomes: Sequence[Outcome]) -> list[str]:
+    """Kinds that never took effect."""
+    return [kind for kind in KINDS if not any(outcome.faults[kind] for outcome in outcomes)]
+
+
+def run_seeds(seeds: Sequence[int], options: Options) -> list[Outcome]:
+    """One after the other, in this process."""
+    outcomes = []
+    with quiet():
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            for seed in seeds:
+                outcomes.append(run_seed(seed, options))
+                gc.collect()
+        finally:
+            gc.enable()
+            gc.unfreeze()
+    return outcomes
+
+
+def many(seeds: range, options: Options, jobs: int, say: Callable[[str], object]) -> int:
+    """A run over seeds; says what is wrong as it comes, and the table. Returns the exit code."""
+    begin = time.perf_counter()
+    outcomes: list[Outcome] = []
+    bad = 0
+    size = 50
+    parts = (list(islice(seeds, at, at + size)) for at in range(0, len(seeds), size))
+    with ProcessPoolExecutor(jobs) as pool:
+        for done in pool.map(run_seeds, parts, [options] * -(-len(seeds) // size)):
+            for outcome in done:
+                outcomes.append(outcome)
+                if (what := problem(outcome, options)) is not None:
+                    bad += 1
+                    say(report(outcome, what))
+    say(census(outcomes, time.perf_counter() - begin))
+    lacking = missing(outcomes) if options.only is None and len(outcomes) >= CENSUS else []
+    if lacking:
+        say(f"never took effect: {', '.join(lacking)}\n")
+    say(f"{bad} of {len(outcomes)} seeds broke a promise\n")
+    return int(bool(bad or lacking))
+
+
+def one(seed: int, options: Options, trace: Path | None, level: str) -> int:
+    """A seed, with its trace if wanted. Returns the exit code."""
+    with quiet(_LEVELS[level]):
+        if trace is None:
+            outcome = run_seed(seed, options)
+        else:
+            with trace.open("w", encoding="utf-8") as file:
+                outcome = run_seed(seed, options, file.write)
+    what = problem(outcome, options)
+    if what is not None:
+        sys.stdout.write(report(outcome, what))
+        return 1
+    faults = ", ".join(f"{kind} {outcome.faults[kind]}" for kind in KINDS if outcome.faults[kind])
+    sys.stdout.write(
+        f"seed {seed}: {outcome.num_requests} requests, {outcome.num_steps} steps, "
+        f"{outcome.num_events} events in {outcome.virtual_s:.1f} virtual seconds; {faults}\n"
+    )
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parses, runs, and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m scheduler_svc.sim", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", metavar="A..B", help="a run over seeds A to B, without B")
+    parser.add_argument("--jobs", type=int, default=1, help="processes for --seeds")
+    parser.add_argument("--trace", type=Path, metavar="OUT", help="write down all that happens")
+    parser.add_argument("--only", choices=("none", *KINDS), help="one kind of fault, or none")
+    parser.add_argument("--requests", type=int, default=MIN_REQUESTS)
+    parser.add_argument("--log", choices=tuple(_LEVELS), default="none", help="the services' logs")
+    args = parser.parse_args(argv)
+    only = "" if args.only == "none" else args.only
+    options = Options(only=only, num_requests=args.requests)
+    if args.seeds is None:
+        return one(args.seed, options, args.trace, args.log)
+    first, _, last = args.seeds.partition("..")
+    return many(range(int(first), int(last)), options, args.jobs, sys.stdout.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

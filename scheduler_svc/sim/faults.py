@@ -1,0 +1,210 @@
+"""What goes wrong in a world, by seed, and whether it took effect.
+
+A fault is drawn, begins, and is mended after a while, at the latest when the world heals. It counts
+under its kind only if it changed something: a message was dropped, a stream broke, a step was under
+way where its worker died, a command failed. KINDS names them all; a run over many seeds in which
+one of them never took effect has tested less than it says.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import TYPE_CHECKING
+
+from quire.v1 import worker_pb2
+
+from scheduler_svc.sim.worker import SESSION
+
+if TYPE_CHECKING:
+    from scheduler_svc.sim.world import World
+
+POISON = "poison"
+KINDS = (
+    "lost result", "late result", "repeated result", "worker dies", "worker stands still",
+    "worker is slow", "scheduler-worker reset", "scheduler-worker silent", "worker-gateway reset",
+    "worker-gateway silent", "redis away", "redis hangs", "redis answer lost",
+    "leader cut off from redis", "leader stands still", "leader dies", "cancel storm", "clock jump",
+    POISON,
+)  # fmt: skip
+MAX_FAULTS = 40
+MIN_EFFECTS = 3
+FEW_OPEN = 8
+
+
+class Faults:
+    """Owns chance and counts of faults."""
+
+    def __init__(self, world: "World", random: Random) -> None:
+        self._world = world
+        self._random = random
+        self.effects: Counter[str] = Counter()
+        self._menu: dict[str, Callable[[], Awaitable[bool]]] = {
+            "lost result": lambda: self._tamper("lost"),
+            "late result": lambda: self._tamper("late"),
+            "repeated result": lambda: self._tamper("repeated"),
+            "worker dies": self._worker_dies,
+            "worker stands still": self._worker_pauses,
+            "worker is slow": self._worker_slow,
+            "scheduler-worker reset": lambda: self._cut("scheduler", silent=False),
+            "scheduler-worker silent": lambda: self._cut("scheduler", silent=True),
+            "worker-gateway reset": lambda: self._cut("gateway", silent=False),
+            "worker-gateway silent": lambda: self._cut("gateway", silent=True),
+            "redis away": lambda: self._redis_away(hangs=False),
+            "redis hangs": lambda: self._redis_away(hangs=True),
+            "redis answer lost": self._answer_lost,
+            "leader cut off from redis": self._leader_cut_off,
+            "leader stands still": self._leader_pauses,
+            "leader dies": self._leader_dies,
+            "cancel storm": self._cancel_storm,
+            "clock jump": self._clock_jump,
+        }
+        assert {*self._menu, POISON} == {*KINDS}
+
+    async def run(self, over_s: float, only: str | None) -> None:
+        """Faults while requests come, and on until enough have taken effect."""
+        random, loop = self._random, self._world.loop
+        kinds = [kind for kind in self._menu if only is None or kind == only]
+        mean_s = random.choice((0.15, 0.3, 0.6))
+        for _ in range(MAX_FAULTS):
+            enough = sum(self.effects.values()) >= MIN_EFFECTS
+            if enough and (loop.time() > over_s or not self._world.clients.num_open):
+                break
+            if not enough and self._world.clients.num_open < FEW_OPEN:
+                self._world.ask_more()
+            await asyncio.sleep(min(random.expovariate(1 / mean_s), 1.5))
+            kind = random.choice(kinds)
+            self._world.process.start(self._one(kind))
+        await asyncio.sleep(0.01)  # so that the last one has begun before it is mended
+
+    async def _one(self, kind: str) -> None:
+        self._world.journal.note("fault", kind)
+        if await self._menu[kind]():
+            self.effects[kind] += 1
+            self._world.journal.note("fault", f"{kind} took effect")
+
+    def _seconds(self, least: float, most: float) -> float:
+        """Short ones are likely."""
+        return least + (most - least) * self._random.random() ** 2
+
+    # Workers and their messages
+
+    async def _tamper(self, how: str) -> bool:
+        world, worker = self._world, self._random.choice(self._world.workers)
+        done = 0
+        late_s = self._seconds(0.05, 3.0)
+
+        def tamper(path: str, raw: bytes) -> list[tuple[bytes, float]]:
+            nonlocal done
+            is_result = path == SESSION and worker_pb2.SessionResponse.FromString(raw).HasField(
+                "result"
+            )
+            if done or not is_result:
+                return [(raw, 0.0)]
+            done = 1
+            world.journal.note(worker.name, f"a result is {how}")
+            parts = {"lost": [], "late": [(raw, late_s)], "repeated": [(raw, 0.0), (raw, 0.0)]}
+            return parts[how]
+
+        world.network.tamper(worker.name, tamper)
+        await asyncio.sleep(1.0)
+        world.network.tamper(worker.name, None)
+        return bool(done)
+
+    async def _worker_dies(self) -> bool:
+        worker = self._random.choice(self._world.workers)
+        busy = worker.alive and worker.now.executor.busy
+        worker.die(self._seconds(0.05, 2.5))
+        return busy
+
+    async def _worker_pauses(self) -> bool:
+        worker = self._random.choice(self._world.workers)
+        if not worker.alive:
+            return False
+        process, busy = worker.now.process, worker.now.executor.busy
+        process.pause()
+        await asyncio.sleep(self._seconds(0.1, 4.0))
+        process.resume()
+        return busy
+
+    async def _worker_slow(self) -> bool:
+        worker = self._random.choice(self._world.workers)
+        if not worker.alive:
+            return False
+        now, before = worker.now, worker.now.executor.num_steps
+        now.runner.slowness = self._random.choice((3.0, 10.0, 60.0, 200.0))
+        await asyncio.sleep(self._seconds(0.3, 2.0))
+        now.runner.slowness = 1.0
+        return now.executor.busy or now.executor.num_steps > before
+
+    async def _cut(self, side: str, *, silent: bool) -> bool:
+        world = self._world
+        worker = self._random.choice(world.workers)
+        others = world.schedulers if side == "scheduler" else world.gateways
+        other = self._random.choice([one.name for one in others])
+        num_hit = world.network.cut(worker.name, other, silent=silent)
+        await asyncio.sleep(self._seconds(0.05, 4.0))
+        world.network.heal(worker.name, other)
+        return num_hit > 0
+
+    # Redis
+
+    async def _redis_away(self, *, hangs: bool) -> bool:
+        redis = self._world.redis
+        before = redis.num_failed
+        redis.go(hangs=hangs)
+        await asyncio.sleep(self._seconds(0.1, 4.0))
+        redis.away = redis.hangs = False
+        return redis.num_failed > before
+
+    async def _answer_lost(self) -> bool:
+        redis = self._world.redis
+        before = redis.num_failed
+        redis.num_answers_to_lose += self._random.randint(1, 4)
+        await asyncio.sleep(0.5)
+        redis.num_answers_to_lose = 0
+        return redis.num_failed > before
+
+    async def _leader_cut_off(self) -> bool:
+        leader = self._world.leader
+        if leader is None:
+            return False
+        redis, epoch = self._world.redis, leader.now.epoch
+        redis.cut_off.add(leader.name)
+        await asyncio.sleep(self._seconds(1.0, 4.0))
+        redis.cut_off.discard(leader.name)
+        return self._world.highest_epoch > epoch
+
+    async def _clock_jump(self) -> bool:
+        # Backwards it makes a dead leader's lease live on for as long.
+        seconds = self._random.choice((-5, -1, 1, 3, 10, 60))
+        self._world.redis.jumped_ms += seconds * 1000
+        return True
+
+    # Schedulers and clients
+
+    async def _leader_pauses(self) -> bool:
+        leader = self._world.leader
+        if leader is None:
+            return False
+        process, epoch = leader.now.process, leader.now.epoch
+        process.pause()
+        await asyncio.sleep(self._seconds(1.6, 5.0))
+        taken_over = self._world.highest_epoch > epoch
+        process.resume()
+        return taken_over
+
+    async def _leader_dies(self) -> bool:
+        leader = self._world.leader
+        if leader is None:
+            return False
+        leader.die(self._seconds(0.2, 3.0))
+        return True
+
+    async def _cancel_storm(self) -> bool:
+        clients = self._world.clients
+        live = clients.live()
+        leaving = [a for a in live if self._random.random() < 0.5]
+        for answer in leaving:
+            answer.gateway.process.run(clients.leave, answer)
+        return len(leaving) >= 2

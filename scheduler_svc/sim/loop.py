@@ -1,0 +1,249 @@
+"""An event loop whose time jumps to the next timer, and processes that can pause and die in it.
+
+Modelled: the clock, and what a process is. A process is a context: what is scheduled from within it
+belongs to it. While it is paused its callbacks wait, in their order; when it dies they are dropped
+and nothing of it runs again, not even what stands in `finally`.
+
+Rules: nothing here waits for real time or looks at a file; callbacks that are due at the same time
+run in the order in which they were asked for; tasks hash by their number, so that sets of them are
+walked in the same order in every run.
+"""
+
+import asyncio
+import contextlib
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_MAX_WIND_UPS, _TURNS_A_WIND_UP = 40, 200
+_PROCESS: "ContextVar[Process | None]" = ContextVar("quire_sim_process", default=None)
+
+
+class StandstillError(Exception):
+    """Nothing is left to happen and the world still waits for something."""
+
+
+class VirtualTask(asyncio.Task[Any]):
+    """A task whose hash is its number."""
+
+    _number = 0
+
+    def __init__(self, coro: Any, *, loop: "VirtualLoop", **options: Any) -> None:
+        loop.num_tasks += 1
+        self._number = loop.num_tasks
+        super().__init__(coro, loop=loop, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _make_task(loop: "VirtualLoop", coro: Any, **options: Any) -> VirtualTask:
+    return VirtualTask(coro, loop=loop, **options)
+
+
+class Process:
+    """One simulated process."""
+
+    def __init__(self, loop: "VirtualLoop", name: str) -> None:
+        self.name = name
+        self.paused = False
+        self.dead = False
+        self._loop = loop
+        self._parked: deque[asyncio.Handle] = deque()
+        self._context = copy_context()
+        self._context.run(_PROCESS.set, self)
+        loop.add_process(self)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Runs a coroutine within the process."""
+        task = self._loop.create_task(work, context=self._context)
+        self._loop.keep(task)
+        return task
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls a function within the process; it must not be paused or dead."""
+        return self._context.copy().run(function, *args)
+
+    @property
+    def context(self) -> Context:
+        """What is scheduled with a copy of this belongs to the process."""
+        return self._context
+
+    def pause(self) -> None:
+        """Stands still from now on. Its clock goes on."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """What became due meanwhile is done now, in order."""
+        if self.paused and not self.dead:
+            self.revive()
+
+    def kill(self) -> None:
+        """Ends it where it stands."""
+        self.dead, self.paused = True, False
+
+    def park(self, handle: asyncio.Handle) -> None:
+        """Keeps a callback of a process that does not run."""
+        self._parked.append(handle)
+
+    def revive(self) -> None:
+        """For the end of a world: what was left undone may end."""
+        self.dead = self.paused = False
+        self._loop.put_first(self._parked)
+        self._parked.clear()
+
+
+def current_process() -> Process | None:
+    """Whose turn it is; None for the world's own."""
+    return _PROCESS.get()
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Run it with `run`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_tasks = 0
+        self.num_callbacks = 0
+        self._now_s = 0.0
+        self._num_timers = 0
+        self._due: deque[asyncio.Handle] = deque()
+        self._processes: list[Process] = []
+        self._kept: set[asyncio.Task[Any]] = set()
+        # Timers of one moment keep their order.
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._failure: BaseException | None = None
+        self.set_debug(False)
+        self.set_task_factory(_make_task)  # type: ignore[arg-type]
+        self.set_exception_handler(self._unexpected)
+
+    def time(self) -> float:
+        """Virtual seconds since the begin."""
+        return self._now_s
+
+    def now_ns(self) -> int:
+        """The same in nanoseconds; ports.Clock."""
+        return round(self._now_s * 1e9)
+
+    def add_process(self, process: Process) -> None:
+        """Known from now on."""
+        self._processes.append(process)
+
+    def keep(self, task: "asyncio.Task[Any]") -> None:
+        """It is not collected before it is done, even if nobody holds it."""
+        self._kept.add(task)
+        task.add_done_callback(self._kept.discard)
+
+    def fail(self, error: BaseException) -> None:
+        """`run` raises this once the present callback is over; the first one counts."""
+        self._failure = self._failure or error
+
+    def _unexpected(self, _: object, context: dict[str, Any]) -> None:
+        """Something raised where nobody waits for it."""
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            self.fail(error)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs until `work` is done. Raises what it raises, or StandstillError."""
+        asyncio._set_running_loop(self)
+        task = self.create_task(work)
+        try:
+            while not task.done():
+                self._turn()
+                if self._failure is not None:
+                    raise self._failure
+            return task.result()  # type: ignore[no-any-return]
+        finally:
+            asyncio._set_running_loop(None)
+
+    def wind_up(self) -> None:
+        """Lets everything end that is left, dead processes too; what it raises is of no interest.
+
+        What is collected half done would run its `finally` in another run's midst.
+        """
+        asyncio._set_running_loop(self)
+        try:
+            for _ in range(_MAX_WIND_UPS):
+                left = [task for task in asyncio.all_tasks(self) if not task.done()]
+                for process in self._processes:
+                    process.revive()
+                for task in left:
+                    task.cancel()
+                with contextlib.suppress(StandstillError):
+                    for _ in range(_TURNS_A_WIND_UP):
+                        self._turn()
+                        self._failure = None
+                if not left:
+                    break
+        finally:
+            asyncio._set_running_loop(None)
+            self.close()
+
+    def put_first(self, handles: deque[asyncio.Handle]) -> None:
+        """These are due before all others."""
+        self._due.extendleft(reversed(handles))
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """As any loop."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._due.append(handle)
+        return handle
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """There is one thread."""
+        return self.call_soon(callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:  # fmt: skip
+        """As any loop."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, timer))
+        return timer
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:  # fmt: skip
+        """As any loop."""
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It is dropped when its time comes."""
+
+    def _turn(self) -> None:
+        """Moves the time if nothing is due, then calls what is due now."""
+        timers, due = self._timers, self._due
+        if not due:
+            while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
+                heapq.heappop(timers)
+            if not timers:
+                raise StandstillError(f"nothing is left to do at {self._now_s:.3f} s")
+            self._now_s = max(self._now_s, timers[0][0])
+        while timers and timers[0][0] <= self._now_s:
+            due.append(heapq.heappop(timers)[2])
+        for _ in range(len(due)):
+            handle = due.popleft()
+            if handle._cancelled:  # type: ignore[attr-defined]
+                continue
+            process = handle._context.get(_PROCESS)  # type: ignore[attr-defined]
+            if process is not None and (process.dead or process.paused):
+                process.park(handle)
+                continue
+            self.num_callbacks += 1
+            handle._run()
+            if self._failure is not None:
+                return

@@ -1,0 +1,163 @@
+"""A simulated scheduler process: the shipped leadership around a core that is checked.
+
+Modelled: only what is around it, the process that ends and is started anew by its world.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from scheduler_svc.adapters.redis_access import RedisHealth, RedisSide
+from scheduler_svc.core import CoreConfig, Ready, SchedulerCore
+from scheduler_svc.core.events import Event
+from scheduler_svc.core.invariants import check_all
+from scheduler_svc.core.ready import CoreStats, CoreView, Explanation
+from scheduler_svc.core.types import RequestId, WorkerId
+from scheduler_svc.leadership import Leadership
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.sim.device import ViolationError
+from scheduler_svc.sim.journal import Journal
+from scheduler_svc.sim.loop import Process, VirtualLoop
+from scheduler_svc.sim.network import Network
+from scheduler_svc.sim.redis_model import RedisClient
+from scheduler_svc.term import Surroundings
+
+
+class CheckedCore:
+    """ports.Core: the shipped core, checked after each event and each Ready, and written down.
+
+    After an event of a worker that worker is checked, and all of them after the Ready that follows.
+    """
+
+    def __init__(self, config: CoreConfig, loop: VirtualLoop, journal: Journal, name: str) -> None:
+        self._core = SchedulerCore(config)
+        self._loop = loop
+        self._journal = journal
+        self._name = name
+
+    @property
+    def stats(self) -> CoreStats:
+        """Of the core."""
+        return self._core.stats
+
+    def feed(self, event: Event) -> None:
+        """Feeds and checks."""
+        self._journal.event(self._name, event)
+        self._core.feed(event)
+        self._check(getattr(event, "worker_id", None))
+
+    def take_ready(self) -> Ready:
+        """Takes and checks."""
+        ready = self._core.take_ready()
+        self._journal.ready(self._name, ready)
+        if ready.plans or ready.finishes or ready.given_up:
+            self._check()
+        return ready
+
+    def view(self) -> CoreView:
+        """Of the core."""
+        return self._core.view()
+
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        """Of the core."""
+        return self._core.explain(request_id)
+
+    def _check(self, worker_id: WorkerId | None = None) -> None:
+        try:
+            check_all(self._core, worker_id)
+        except AssertionError as error:
+            broken = ViolationError("the core's invariants hold", f"{error}")
+            self._loop.fail(broken)
+            raise broken from error
+
+
+class Observer:
+    """ports.TermObserver: counts what the world asks about."""
+
+    def __init__(self, loop: VirtualLoop, on_loss: Callable[[], None]) -> None:
+        self._loop = loop
+        self._on_loss = on_loss
+        self.num_stale_results = 0
+
+    def round_done(self, ready: Ready, core_s: float) -> None:
+        """Nothing to count."""
+
+    def plan_sent(self, num_bytes: int) -> None:
+        """Nothing to count."""
+
+    def step_returned(self, seconds: float, idle_us: int) -> None:
+        """Nothing to count."""
+
+    def stale_result(self) -> None:
+        """Dropped by the link."""
+        self.num_stale_results += 1
+
+    def digest_mismatch(self) -> None:
+        """Nothing here changes bytes on their way."""
+        self._loop.fail(ViolationError("plans are valid", "a digest differs"))
+
+    def worker_lost(self) -> None:
+        """Declared lost."""
+        self._on_loss()
+
+
+class SimScheduler:
+    """One process's life. `on_exit` gets its exit code."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        network: Network,
+        *,
+        name: str,
+        settings: SchedulerSettings,
+        redis: RedisClient,
+        journal: Journal,
+        on_exit: Callable[[int], None],
+        on_loss: Callable[[], None],
+    ) -> None:
+        self.process = Process(loop, name)
+        self.name = name
+        self.observer = Observer(loop, on_loss)
+        self._loop = loop
+        self._network = network
+        self._settings = settings
+        self._redis = redis
+        self._journal = journal
+        self._on_exit = on_exit
+        self._leadership: Leadership | None = None
+
+    def start(self) -> None:
+        """Stands by, and leads when it can."""
+        self.process.start(self._main())
+
+    @property
+    def epoch(self) -> int:
+        """Of the term it believes to lead; 0 for a standby."""
+        term = self._leadership.term if self._leadership else None
+        return term.epoch if term else 0
+
+    @property
+    def view(self) -> CoreView | None:
+        """Of the core of its term."""
+        term = self._leadership.term if self._leadership else None
+        return term.core.view() if term else None
+
+    async def _main(self) -> None:
+        redis: Any = self._redis
+        self._leadership = Leadership(
+            self._settings,
+            around=Surroundings(
+                clock=self._loop,
+                redis=RedisSide(commands=redis, listener=redis, health=RedisHealth(self._loop)),
+                dial=self._network.dial(self.name),
+            ),
+            make_core=lambda config: CheckedCore(config, self._loop, self._journal, self.name),
+            metrics=self.observer,
+        )
+        try:
+            code = await self._leadership.run(asyncio.Event())
+        except Exception as error:
+            self._loop.fail(error)
+            return
+        self._on_exit(code)

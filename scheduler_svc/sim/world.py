@@ -1,0 +1,367 @@
+"""A world: processes, what is between them, their clients, and one seed for all.
+
+`run` lets requests and faults come, heals everything, and requires that each request ends within
+HEALED_S and that nothing is left over SETTLED_S later.
+"""
+
+import asyncio
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+
+from gateway.core.types import ModelInfo
+from gateway.engine import EngineConfig
+from scheduler_svc import settings
+from scheduler_svc.settings import SchedulerSettings
+from scheduler_svc.sim import clients as asking
+from scheduler_svc.sim.device import EOS, VOCAB_SIZE, DeviceSpec, SimRunner, ViolationError
+from scheduler_svc.sim.faults import POISON, Faults
+from scheduler_svc.sim.gateway import SimGateway
+from scheduler_svc.sim.journal import Journal
+from scheduler_svc.sim.loop import Process, VirtualLoop
+from scheduler_svc.sim.network import Network
+from scheduler_svc.sim.redis_model import RedisClient, RedisServer
+from scheduler_svc.sim.scheduler import SimScheduler
+from scheduler_svc.sim.worker import SimWorker
+from servicekit import redis_keys
+
+MIN_REQUESTS = 50
+ARRIVALS_S = 3.0
+HEALED_S = 120.0
+SETTLED_S = 5.0
+STALL_S = 10.0
+RESTART_S = 0.3
+START_S = 1.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`only` leaves one kind of fault, "" none at all."""
+
+    only: str | None = None
+    num_requests: int = MIN_REQUESTS
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a seed has come to. `rule` is the promise that was broken, "" if none was."""
+
+    seed: int
+    num_events: int = 0
+    num_callbacks: int = 0
+    virtual_s: float = 0.0
+    num_requests: int = 0
+    num_steps: int = 0
+    num_blocks_checked: int = 0
+    num_refused: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    rule: str = ""
+    detail: str = ""
+
+
+class _Place:
+    """Where processes of one name live, one after the other."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self.name = name
+        self.alive = False
+        self._world = world
+
+    def _die(self, process: Process, after_s: float, start: Callable[[], None]) -> None:
+        self.alive = False
+        process.kill()
+        self._world.network.died(self.name)
+        self._world.network.client_died(self.name)
+        self._world.journal.note(self.name, "has died")
+        self._world.later(after_s, start)
+
+
+class WorkerPlace(_Place):
+    """A worker's name and device sizes; its memory is new in each life."""
+
+    def __init__(self, world: "World", name: str, spec: DeviceSpec) -> None:
+        super().__init__(world, name)
+        self._spec = spec
+        self.num_steps = 0
+        self.runners: list[SimRunner] = []
+        self.start()
+
+    def start(self) -> None:
+        """A new incarnation."""
+        world = self._world
+        runner = SimRunner(world.loop, self._spec, world.clients.script_of)
+        self.runners.append(runner)
+        self.now = SimWorker(
+            world.loop,
+            world.network,
+            name=self.name,
+            model=asking.MODEL,
+            incarnation=world.random.getrandbits(62) + 1,
+            runner=runner,
+            redis=RedisClient(world.redis, self.name),
+            on_leave=lambda: self.die(RESTART_S),
+        )
+        self.alive = True
+        self.now.start()
+        world.journal.note(self.name, "has started")
+
+    def die(self, after_s: float) -> None:
+        """And is started anew after so long."""
+        if self.alive:
+            self.num_steps += self.now.executor.num_steps
+            self._die(self.now.process, after_s, self.start)
+
+
+class SchedulerPlace(_Place):
+    """A scheduler's name."""
+
+    def __init__(self, world: "World", name: str, config: SchedulerSettings) -> None:
+        super().__init__(world, name)
+        self._config = config
+        self.start()
+
+    def start(self) -> None:
+        """A new process, which stands by."""
+        world = self._world
+        self.now = SimScheduler(
+            world.loop,
+            world.network,
+            name=self.name,
+            settings=self._config,
+            redis=RedisClient(world.redis, self.name),
+            journal=world.journal,
+            on_exit=lambda code: self.die(RESTART_S),
+            on_loss=world.count_loss,
+        )
+        self.alive = True
+        self.now.start()
+
+    def die(self, after_s: float) -> None:
+        """And is started anew after so long."""
+        if self.alive:
+            self._die(self.now.process, after_s, self.start)
+
+
+class World:
+    """Built by a seed, run once. With a `plot` that happens in the place of faults by chance."""
+
+    def __init__(
+        self,
+        seed: int,
+        options: Options,
+        write: Callable[[str], object] | None = None,
+        plot: "Callable[[World], Awaitable[None]] | None" = None,
+    ) -> None:
+        self._plot = plot
+        self.seed = seed
+        self._options = options
+        self.random = Random(f"{seed}:world")
+        self._requests = Random(f"{seed}:requests")
+        self._num_asked = 0
+        self.num_workers_lost = 0
+        self.loop = loop = VirtualLoop()
+        self.process = Process(loop, "world")
+        self.journal = Journal(loop, write)
+        self.network = Network(loop, Random(f"{seed}:network"))
+        self.redis = RedisServer(loop, Random(f"{seed}:redis"))
+        asyncio._set_running_loop(loop)
+        try:
+            self.gateways = [self._gateway(f"gateway-{i}") for i in range(2)]
+            self.clients = asking.Clients(loop, self.journal, self.gateways, self._suspects_died)
+            self.workers = [
+                WorkerPlace(self, f"worker-{i}", self._spec())
+                for i in range(self.random.choice((2, 2, 3)))
+            ]
+            config = self._settings()
+            self.schedulers = [SchedulerPlace(self, f"scheduler-{i}", config) for i in range(2)]
+        finally:
+            asyncio._set_running_loop(None)
+        self.faults = Faults(self, Random(f"{seed}:faults"))
+
+    @property
+    def leader(self) -> SchedulerPlace | None:
+        """The scheduler that leads with the highest epoch, if it runs."""
+        leading = [s for s in self.schedulers if s.alive and s.now.epoch]
+        best = max(leading, key=lambda s: s.now.epoch, default=None)
+        return None if best is None or best.now.process.paused else best
+
+    @property
+    def highest_epoch(self) -> int:
+        """That Redis has given out."""
+        return int(self.redis.get(redis_keys.epoch(asking.MODEL)) or b"0")
+
+    def later(self, seconds: float, function: Callable[[], None]) -> None:
+        """Calls it as the world, not as whoever asks."""
+        self.loop.call_later(seconds, function, context=self.process.context)
+
+    def run(self) -> Outcome:
+        """The whole of it. Never raises: what is broken stands in the outcome."""
+        outcome = Outcome(seed=self.seed)
+        try:
+            self.loop.run(self._main())
+        except ViolationError as error:
+            outcome.rule, outcome.detail = error.rule, error.detail
+        except (Exception, asyncio.CancelledError) as error:
+            outcome.rule = f"nothing raises {type(error).__name__}"
+            outcome.detail = "".join(traceback.format_exception(error)[-12:])
+        outcome.num_events = self.journal.num_events
+        outcome.num_callbacks = self.loop.num_callbacks
+        outcome.virtual_s = self.loop.time()
+        outcome.num_requests = len(self.clients.answers)
+        outcome.num_refused = self.clients.num_refused
+        outcome.faults = self.faults.effects
+        outcome.ends = self.clients.ends
+        runners = [runner for worker in self.workers for runner in worker.runners]
+        outcome.num_steps = sum(w.num_steps + w.now.executor.num_steps for w in self.workers)
+        outcome.num_blocks_checked = sum(runner.num_blocks_checked for runner in runners)
+        poisoned = sum(runner.num_poisoned_steps for runner in runners)
+        if poisoned:
+            outcome.faults[POISON] += poisoned
+        self.loop.wind_up()
+        return outcome
+
+    # One after the other
+
+    async def _main(self) -> None:
+        for gateway in self.gateways:
+            gateway.start()
+        num_poison = (
+            0 if self._options.only not in (None, POISON) else self.random.choice((0, 0, 1, 2))
+        )
+        await asyncio.sleep(START_S)
+        self._ask(self._options.num_requests, ARRIVALS_S, num_poison)
+        if self._plot is not None:
+            await self._plot(self)
+        elif self._options.only != "":
+            await self.faults.run(START_S + ARRIVALS_S, self._options.only)
+        else:
+            await asyncio.sleep(ARRIVALS_S)
+        self._heal()
+        await self._until(lambda: not self.clients.num_open, HEALED_S, self._who_is_open)
+        await self._until(lambda: not self._left_over(), SETTLED_S, self._left_over)
+
+    def count_loss(self) -> None:
+        """A leader has declared a worker lost."""
+        self.num_workers_lost += 1
+
+    def ask_more(self) -> None:
+        """For faults that want somebody to meet."""
+        self._ask(10, 1.0, 0)
+
+    def _ask(self, num_requests: int, over_s: float, num_poison: int) -> None:
+        first = self._num_asked
+        asked = asking.draw(self._requests, num_requests, over_s, num_poison, first)
+        self._num_asked += len(asked)
+        self.clients.start(asked)
+
+    def _suspects_died(self) -> bool:
+        poisoned = sum(r.num_poisoned_steps for w in self.workers for r in w.runners)
+        return poisoned + self.num_workers_lost >= 3
+
+    def _heal(self) -> None:
+        self.journal.note("world", "heals")
+        self.redis.away = self.redis.hangs = False
+        self.redis.cut_off.clear()
+        self.redis.num_answers_to_lose = 0
+        self.network.heal_all()
+        for worker in self.workers:
+            worker.now.process.resume()
+            worker.now.runner.slowness = 1.0
+        for scheduler in self.schedulers:
+            scheduler.now.process.resume()
+
+    async def _until(
+        self, condition: Callable[[], bool], within_s: float, what: Callable[[], str]
+    ) -> None:
+        until_s = self.loop.time() + within_s
+        while not condition():
+            if self.loop.time() > until_s:
+                raise ViolationError("everything ends after all is healed", what())
+            await asyncio.sleep(0.1)
+
+    def _who_is_open(self) -> str:
+        live = [f"{a.name} ({len(a.given)}/{len(a.script.outputs)})" for a in self.clients.live()]
+        return f"{self.clients.num_open} requests are open after {HEALED_S} s: {live[:6]}"
+
+    def _left_over(self) -> str:
+        """What should be gone; empty if nothing is."""
+        requests = redis_keys.requests(asking.MODEL)
+        left = {
+            "queue entries": self.redis.num_entries(requests),
+            "pending entries": self.redis.num_pending(requests),
+            "streams": sum(gateway.engine.num_live for gateway in self.gateways),
+            "rows": sum(w.now.num_live_rows for w in self.workers if w.alive),
+        }
+        leader = self.leader
+        view = leader.now.view if leader else None
+        if view is None:
+            left["missing leaders"] = 1
+        else:
+            left["waiting"], left["running"] = view.num_waiting, view.num_running
+            left["swapped"] = view.num_swapped
+            left["missing workers"] = len(self.workers) - len(view.workers)
+            left["blocks"] = sum(w.num_blocks_used + w.num_host_blocks_used for w in view.workers)
+        return ", ".join(f"{count} {name}" for name, count in left.items() if count)
+
+    # How it is built
+
+    def _spec(self) -> DeviceSpec:
+        random = self.random
+        block_size = random.choice((4, 4, 8, 16))
+        # Room for the longest request, and for about three of them.
+        least = -(-88 // block_size)
+        return DeviceSpec(
+            num_slots=random.choice((3, 6, 12)),
+            num_blocks=least + random.randrange(2 * least),
+            num_host_blocks=random.choice((0, 2 * least, 6 * least)),
+            block_size=block_size,
+            max_num_batched_tokens=random.choice((16, 48, 128)),
+            swap_bytes_per_s=random.choice((2e5, 2e6, 2e7)),
+        )
+
+    def _settings(self) -> SchedulerSettings:
+        random = self.random
+        chosen = (
+            ("scheduling_policy", random.choice(("fcfs", "fcfs", "fair"))),
+            ("preemption_mode", random.choice(("auto", "swap", "recompute"))),
+            ("max_inflight_steps", random.choice(("auto", "1", "2", "4", "8"))),
+            ("prefill_chunk_tokens", random.choice(("0", "0", "7"))),
+            ("enable_prefix_caching", random.choice(("true", "true", "true", "false"))),
+        )
+        return _settings_of(chosen)
+
+    def _gateway(self, name: str) -> SimGateway:
+        return SimGateway(
+            self.loop,
+            self.network,
+            name=name,
+            model=ModelInfo(
+                name=asking.MODEL,
+                digest="d" * 64,
+                vocab_size=VOCAB_SIZE,
+                max_model_len=512,
+                eos_token_ids=(EOS,),
+            ),
+            config=EngineConfig(
+                default_deadline_s=600.0, stall_s=STALL_S, stream_buffer_tokens=256
+            ),
+            redis=RedisClient(self.redis, name),
+            random=Random(f"{self.seed}:{name}"),
+        )
+
+
+@cache
+def _settings_of(chosen: tuple[tuple[str, str], ...]) -> SchedulerSettings:
+    environ = {f"QUIRE_{name.upper()}": value for name, value in chosen}
+    return settings.load([], {"QUIRE_SERVED_MODEL_NAME": asking.MODEL, **environ})
+
+
+def run_seed(
+    seed: int, options: Options | None = None, write: Callable[[str], object] | None = None
+) -> Outcome:
+    """Builds a world and runs it."""
+    return World(seed, options or Options(), write).run()
