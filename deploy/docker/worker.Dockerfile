@@ -51,13 +51,15 @@ RUN apt-get update \
        then apt-get install --yes --no-install-recommends python3-dev; fi \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=builder /opt/quire /opt/quire
-# HOME and Triton's cache stand on volumes that can be written; the root file system can't.
+# HOME and Triton's cache stand on volumes that can be written; the root file system can't. Threads of
+# torch that spin between operators would take the cores from the kernels' own.
 ENV PATH=/opt/quire/venv/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONPATH=/opt/quire/app:/opt/quire/app/protos/gen \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     HOME=/cache/home \
     TRITON_CACHE_DIR=/cache/triton \
+    OMP_WAIT_POLICY=PASSIVE \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /opt/quire/app
 USER 10001:10001

@@ -15,6 +15,8 @@ from tests.unit.deploy.test_locks import is_needed
 LIGHT = "requirements-light.lock"
 SOURCES = ("gateway", "scheduler_svc", "servicekit", "protos/gen/quire")
 OURS = {"gateway", "scheduler_svc", "servicekit", "quire"}
+# A tool of developers: it takes parts of all three services, and no image carries it.
+NOT_IN_IMAGES = ROOT / "scheduler_svc" / "sim"
 # What uvicorn and redis use where it is there.
 FASTER = {"httptools", "hiredis"}
 
@@ -26,6 +28,8 @@ def needed() -> frozenset[str]:
     wanted = set(FASTER)
     for folder in SOURCES:
         for path in (ROOT / folder).rglob("*.py"):
+            if path.is_relative_to(NOT_IN_IMAGES):
+                continue
             for node in ast.walk(ast.parse(path.read_text())):
                 names: list[str] = []
                 if isinstance(node, ast.Import):
@@ -65,3 +69,9 @@ def test_it_holds_nothing_of_a_model() -> None:
     """Gigabytes that only workers need."""
     light = {canonicalize_name(name) for name in setup.lock_lines(LIGHT)}
     assert not light & {"torch", "triton", "transformers", "safetensors"}
+
+
+def test_what_it_leaves_out_is_in_no_image() -> None:
+    """The simulator draws with a library that the lock lacks."""
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert str(NOT_IN_IMAGES.relative_to(ROOT)) in ignored
