@@ -14,9 +14,10 @@ _SLOT, _GENERATION, _INDEX, _BLOCK = (
     0xA0761D6478BD642F,
 )
 _GROUP = 0x165667B19E3779F9
-_INDEX64, _BLOCK64, _SHIFT64 = np.uint64(_INDEX), np.uint64(_BLOCK), np.uint64(32)
+# Arrays without dimensions: a scalar would be made one in each operation.
+_INDEX64, _BLOCK64, _SHIFT64 = (np.array(n, np.uint64) for n in (_INDEX, _BLOCK, 32))
 # Up to here plain integers are faster than arrays.
-_FEW = 12
+FEW = 12
 
 
 def mix(slot: int, generation: int, group: int, index: int, block: int) -> int:
@@ -37,11 +38,22 @@ def mix_columns(row_keys: Digests, indexes: Digests, blocks: Digests) -> Digests
     """`mix` for many entries of group 0, in 64-bit arithmetic."""
     value = indexes * _INDEX64
     value ^= row_keys
-    value ^= blocks * _BLOCK64
-    value ^= value >> _SHIFT64
+    other = blocks * _BLOCK64
+    value ^= other
+    value ^= np.right_shift(value, _SHIFT64, other)
     value *= _INDEX64
-    value ^= value >> _SHIFT64
+    value ^= np.right_shift(value, _SHIFT64, other)
     return value
+
+
+def mix_few(row_keys: Sequence[int], indexes: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    """`mix_columns` in plain integers: faster up to FEW entries."""
+    mixed = []
+    for key, index, block in zip(row_keys, indexes, blocks, strict=True):
+        value = (key ^ index * _INDEX ^ block * _BLOCK) & _MASK
+        value = ((value ^ value >> 32) * _INDEX) & _MASK
+        mixed.append(value ^ value >> 32)
+    return mixed
 
 
 def table_sum(slot: int, generation: int, first_index: int, blocks: Sequence[int]) -> int:
@@ -51,13 +63,9 @@ def table_sum(slot: int, generation: int, first_index: int, blocks: Sequence[int
 
 def row_sum(key: int, first_index: int, blocks: Sequence[int]) -> int:
     """`table_sum` for a slot whose row_key is known."""
-    if len(blocks) <= _FEW:
-        total = 0
-        for index, block in enumerate(blocks, start=first_index):
-            value = (key ^ index * _INDEX ^ block * _BLOCK) & _MASK
-            value = ((value ^ value >> 32) * _INDEX) & _MASK
-            total += value ^ value >> 32
-        return total & _MASK
+    if len(blocks) <= FEW:
+        indexes = range(first_index, first_index + len(blocks))
+        return sum(mix_few([key] * len(blocks), indexes, blocks)) & _MASK
     mixed = mix_columns(
         np.full(len(blocks), key, np.uint64),
         np.arange(first_index, first_index + len(blocks), dtype=np.uint64),

@@ -213,13 +213,18 @@ class WorkerState:
     def grow(self, slots: Column, blocks: list[BlockId]) -> None:
         """Appends a block to the table of each of these slots."""
         rows, size, running = self.rows, self.capacity.block_size, self.running
-        room = rows.room[slots]
-        amounts = digest.mix_columns(
-            rows.key[slots], (room // size).astype(np.uint64), np.array(blocks, np.uint64)
-        )
+        room, keys = rows.room[slots], rows.key[slots]
+        if len(blocks) <= digest.FEW:
+            indexes = [num_tokens // size for num_tokens in room.tolist()]
+            mixed = digest.mix_few(keys.tolist(), indexes, blocks)
+            amounts = np.array(mixed, np.uint64)
+        else:
+            columns = (room // size).astype(np.uint64), np.array(blocks, np.uint64)
+            amounts = digest.mix_columns(keys, *columns)
+            mixed = amounts.tolist()
         rows.room[slots] = room + size
         rows.digest[slots] += amounts
-        self._digest += sum(amounts.tolist())
+        self._digest += sum(mixed)
         for slot, block in zip(cast(list[Slot], slots.tolist()), blocks, strict=True):
             running[slot].blocks.append(block)
             self._growth.append((slot, block))
