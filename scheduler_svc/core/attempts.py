@@ -5,6 +5,8 @@ and its gateway, which has seen none of the moves, asks for an attempt that has 
 holds for what snapshots show of requests that have not arrived yet.
 """
 
+from collections import OrderedDict
+
 from scheduler_svc.core.types import RequestId
 
 MAX_REMEMBERED = 65_536
@@ -19,15 +21,16 @@ class AttemptMemory:
 
     def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
         self._max_remembered = max_remembered
-        self._attempts: dict[RequestId, int] = {}
+        # The first entry of a plain dict is found behind all that have been taken out before it.
+        self._attempts: OrderedDict[RequestId, int] = OrderedDict()
 
     def note(self, request_id: RequestId, attempt: int) -> None:
         """Tokens of the request may be delivered under `attempt` and lower ones."""
-        # Taken out first: the order of the dict is that of the last note.
+        # Taken out first: the order is that of the last note.
         attempt = max(attempt, self._attempts.pop(request_id, 0))
         self._attempts[request_id] = attempt
         if len(self._attempts) > self._max_remembered:
-            del self._attempts[next(iter(self._attempts))]
+            self._attempts.popitem(last=False)
 
     def take(self, request_id: RequestId) -> int:
         """The highest attempt noted, 0 if none; forgets it, as the request is held from now on."""

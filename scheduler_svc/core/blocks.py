@@ -45,7 +45,7 @@ class BlockPool:
         self._kept: OrderedDict[BlockId, None] = OrderedDict()
         self._index: dict[BlockHash, BlockId] = {}
         self._cached: dict[BlockId, CachedBlock] = {}
-        self._evicted: dict[BlockHash, None] = {}
+        self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
@@ -177,7 +177,7 @@ class BlockPool:
         del self._index[name]
         self._evicted[name] = None
         if len(self._evicted) > self.num_blocks:
-            del self._evicted[next(iter(self._evicted))]
+            self._evicted.popitem(last=False)
         return block
 
     def check(

@@ -63,12 +63,13 @@ def table_sum(slot: int, generation: int, first_index: int, blocks: Sequence[int
 
 def row_sum(key: int, first_index: int, blocks: Sequence[int]) -> int:
     """`table_sum` for a slot whose row_key is known."""
-    if len(blocks) <= FEW:
-        indexes = range(first_index, first_index + len(blocks))
-        return sum(mix_few([key] * len(blocks), indexes, blocks)) & _MASK
+    num_blocks = len(blocks)
+    if num_blocks <= FEW:
+        indexes = range(first_index, first_index + num_blocks)
+        return sum(mix_few((key,) * num_blocks, indexes, blocks)) & _MASK
     mixed = mix_columns(
-        np.full(len(blocks), key, np.uint64),
-        np.arange(first_index, first_index + len(blocks), dtype=np.uint64),
+        np.full(num_blocks, key, np.uint64),
+        np.arange(first_index, first_index + num_blocks, dtype=np.uint64),
         np.fromiter(blocks, np.uint64),
     )
     return int(mixed.sum(dtype=np.uint64))

@@ -1,5 +1,6 @@
 """Views of the core: counts, and explanations of where a request stands and its time went."""
 
+from collections import OrderedDict
 from collections.abc import Collection
 
 from scheduler_svc.core.account import Account
@@ -18,14 +19,15 @@ class EndedRequests:
 
     def __init__(self, *, max_ended: int = MAX_ENDED) -> None:
         self._max_ended = max_ended
-        self._ended: dict[RequestId, Finish] = {}
+        # The first entry of a plain dict is found behind all that have been taken out before it.
+        self._ended: OrderedDict[RequestId, Finish] = OrderedDict()
 
     def note(self, finish: Finish) -> None:
         """A request has ended; its last end counts."""
         self._ended.pop(finish.request_id, None)
         self._ended[finish.request_id] = finish
         if len(self._ended) > self._max_ended:
-            del self._ended[next(iter(self._ended))]
+            self._ended.popitem(last=False)
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         """None for one that is not remembered."""

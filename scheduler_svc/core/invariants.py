@@ -112,7 +112,7 @@ def _check_counts(worker: WorkerState, in_rank: Sequence[Request]) -> None:
     unsampled = sum(tokens == before for tokens, before in zip(known, at_admission, strict=True))
     assert worker._num_unsampled == unsampled
     num_left = [most - tokens for tokens, most in zip(known, limit, strict=True)]
-    assert worker._num_open <= min(num_left, default=worker._num_open)
+    assert worker.num_open <= min(num_left, default=worker.num_open)
 
 
 def _check_rows(worker: WorkerState, size: int) -> None:

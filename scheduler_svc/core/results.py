@@ -104,6 +104,8 @@ class ResultBook:
         if len(full):
             full_requests = list(map(worker.running.__getitem__, full.tolist()))
             self._sharing.publish(worker, full_requests, (confirmed[full] // size).tolist())
+        if worker.num_open > 0:
+            return
         # None of these rows has been named as ended, yet some may have had their last token.
         is_over = confirmed + 1 >= worker.rows.limit
         if rest:

@@ -92,8 +92,8 @@ class WorkerState:
         self._free_slots = [Slot(i) for i in range(capacity.num_slots)]
         self.rows = Rows(capacity.num_slots)
         self._order: Column | None = None
-        # In so many plans no running request reaches its limit; 0 if that is not known.
-        self._num_open = 0
+        # Of no running request fewer samples are left to plan; 0 if that is not known.
+        self.num_open = 0
         # Running requests for which no plan since their admission samples a token.
         self._num_unsampled = 0
         # The rows of the plan before, and its decodes if it had nothing else.
@@ -168,7 +168,7 @@ class WorkerState:
         self._order = None
         # It is not at its limit, and at least its last token is not computed.
         num_tokens = len(request.token_ids)
-        self._num_open = min(self._num_open, request.max_total_tokens - num_tokens)
+        self.num_open = min(self.num_open, request.max_total_tokens - num_tokens)
         self.num_pending_prefill += num_tokens - num_cached - 1
         self._num_unsampled += 1
         rows.key[slot] = key = digest.row_key(slot, generation)
@@ -294,12 +294,12 @@ class WorkerState:
     def to_plan(self) -> tuple[Column, list[Request]]:
         """By rank: slots with one token left to plan, and requests with more."""
         rows, order = self.rows, self.order
-        if self._num_open > 0 and self.num_pending_prefill == 0:
+        if self.num_open > 0 and self.num_pending_prefill == 0:
             return order, []
         num_tokens = rows.num_tokens[order]
         num_left = rows.limit[order] - num_tokens
-        self._num_open = int(np.minimum.reduce(num_left)) if len(order) else 0
-        if self._num_open > 0 and self.num_pending_prefill == 0:
+        self.num_open = int(np.minimum.reduce(num_left)) if len(order) else 0
+        if self.num_open > 0 and self.num_pending_prefill == 0:
             return order, []
         is_open = num_left > 0
         is_decode = num_tokens - rows.num_computed[order] == 1
@@ -319,7 +319,7 @@ class WorkerState:
         What changed since the last plan goes with it.
         """
         self.last_step += 1
-        self._num_open = max(0, self._num_open - 1)
+        self.num_open = max(0, self.num_open - 1)
         self._digest = digest.add(self._digest, 0)
         changed = self._changed(decodes, chunks)
         special = self._advance(decodes, chunks)
