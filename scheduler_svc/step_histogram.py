@@ -13,7 +13,7 @@ from prometheus_client.utils import floatToGoString
 class StepHistogram(Collector):
     """A histogram of one series, observed and scraped on one thread.
 
-    Prometheus' own takes two locks and a walk over its buckets for each observation, ten times as
+    Prometheus' own takes two locks and a walk over its buckets for each observation, five times as
     long; a step has six.
     """
 
