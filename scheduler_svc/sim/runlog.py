@@ -118,6 +118,10 @@ class RunLog:
     tokens_by_tenant: dict[str, int] = field(default_factory=dict)
     _take_every: int = 1
 
+    def wants_step(self) -> bool:
+        """Whether the next step will be kept."""
+        return (self.num_steps + 1) % self._take_every == 0
+
     def step(self, step: StepLog) -> None:
         """Keeps it, unless the steps have been thinned and it is not its turn."""
         self.num_steps += 1

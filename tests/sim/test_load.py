@@ -1,0 +1,103 @@
+"""Loads: every request gets its tokens, whatever the cluster; the same figures for a seed."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_svc.core import CoreConfig, Ready, SchedulerCore
+from scheduler_svc.sim import fairness, report
+from scheduler_svc.sim.arrivals import Source, Traffic, generate
+from scheduler_svc.sim.load import Cluster, repeated, run_load
+from scheduler_svc.sim.runlog import Phase, RunLog
+
+pytestmark = pytest.mark.slow
+SMALL = Cluster(num_workers=2, num_slots=16, num_blocks=400, max_model_len=4096)
+
+
+def chat(count: int = 150, rate_per_s: float = 40.0) -> Source:
+    """Short prompts."""
+    return generate("chat", Traffic(seed=7, count=count, rate_per_s=rate_per_s, scale=0.2))
+
+
+def check_whole(log: RunLog, source: Source) -> None:
+    """Each request has its tokens, in its time, in phases that follow each other."""
+    for of, arrival in zip(log.requests, source, strict=True):
+        assert of.num_output_tokens == arrival.num_output_tokens
+        assert of.num_prompt_tokens == arrival.num_prompt_tokens
+        assert of.first_token_s is not None
+        assert of.finished_s is not None
+        assert arrival.at <= of.arrived_s < of.first_token_s <= of.finished_s <= log.duration_s
+        assert of.finish_reason == "STOP"
+        for before, after in zip(of.spans, of.spans[1:], strict=False):
+            assert before.end_s == after.begin_s
+    total = sum(of.num_output_tokens for of in log.requests)
+    assert log.token_gaps.num == total - len(log.requests)
+
+
+def test_every_request_gets_its_tokens() -> None:
+    """On two workers with enough blocks."""
+    log = run_load(SMALL, chat())
+    check_whole(log, chat())
+    assert {of.worker for of in log.requests} == {"worker-0", "worker-1"}
+    phases = [span.phase for of in log.requests for span in of.spans]
+    assert {Phase.PREFILL, Phase.DECODE} <= {*phases}
+
+
+def test_figures_are_the_same_each_time() -> None:
+    """But for the real clock's."""
+    one, other = (report.summarize(run_load(SMALL, chat())) for _ in range(2))
+    one, other = (replace(of, core_cpu_s=0.0, plans_per_core_s=0.0) for of in (one, other))
+    assert one == other
+
+
+@pytest.mark.parametrize(("mode", "phase"), [("swap", Phase.SWAPPED), ("recompute", None)])
+def test_where_blocks_are_short(mode: str, phase: Phase | None) -> None:
+    """Requests are preempted, and get what they asked for."""
+    cluster = replace(
+        SMALL,
+        num_workers=1,
+        num_blocks=40,
+        num_host_blocks=400,
+        config=CoreConfig(preemption_mode=mode, watermark=0.0),
+    )
+    source = chat(rate_per_s=400.0)
+    log = run_load(cluster, source)
+    check_whole(log, source)
+    assert log.preemptions[mode] > 0
+    phases = {span.phase for of in log.requests for span in of.spans}
+    assert (phase or Phase.PREEMPTED) in phases
+
+
+def test_more_than_may_wait_wait_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And come in as others are admitted."""
+    waiting: list[int] = []
+
+    class Watched(SchedulerCore):
+        def take_ready(self) -> Ready:
+            waiting.append(self.view().num_waiting)
+            return super().take_ready()
+
+    monkeypatch.setattr("scheduler_svc.sim.load.MAX_WAITING", 8)
+    monkeypatch.setattr("scheduler_svc.sim.load.SchedulerCore", Watched)
+    source = chat(rate_per_s=1000.0)
+    check_whole(run_load(SMALL, source), source)
+    assert max(waiting) == 8
+
+
+def test_fair_shares_hold_their_bound() -> None:
+    """Four tenants that ask for more than one worker gives."""
+    cluster = replace(SMALL, num_workers=1, config=CoreConfig(scheduling_policy="fair"))
+    log = run_load(cluster, chat(rate_per_s=400.0))
+    limits = fairness.Limits(max_model_len=cluster.max_model_len, num_slots=cluster.num_slots)
+    shares = report.summarize(log, limits).fairness
+    assert shares.num_tenants == 4
+    assert shares.bound is not None
+    assert shares.largest_lead <= shares.bound
+
+
+def test_a_file_begins_anew_at_its_end() -> None:
+    """In order of time."""
+    times = [arrival.at for arrival in repeated(chat(10), 25)]
+    assert len(times) == 25
+    assert times == sorted(times)
+    assert times[10] > times[9]
