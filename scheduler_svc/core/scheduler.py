@@ -224,7 +224,10 @@ class SchedulerCore:
             ageing_ns=self.config.priority_ageing_ns,
         )
         if known is not None:
-            # The gateway has deleted the old entry; the request keeps its place in the order.
+            # The gateway has deleted the old entry, unless that was added by a script whose answer
+            # was lost: then it knows of another one only. The request keeps its place in the order.
+            if event.entry_id != known.entry_id:
+                self._discards.append(known.entry_id)
             self.stats.num_superseded += 1
             request.take_over(known)
             self._drop(known)

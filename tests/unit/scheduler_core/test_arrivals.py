@@ -253,3 +253,12 @@ def test_a_snapshot_makes_one_that_ran_here_before_repeat_all() -> None:
         expected_output(make_request("second", max_tokens=8))[0],
         7,
     )
+
+
+def test_the_entry_of_what_is_superseded_is_discarded() -> None:
+    """Its gateway may know of another one: the answer to what added this one was lost."""
+    c = cluster()
+    c.begin()
+    c.arrive(make_request("a", max_tokens=5, entry_id="unknown to its gateway"))
+    ready = c.feed(make_request("a", max_tokens=5, attempt=2))
+    assert ready.discards == ("unknown to its gateway",)
