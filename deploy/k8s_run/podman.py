@@ -13,6 +13,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,7 @@ class ContainerState:
         self.pid = int(state["Pid"])
         self.exit_code = int(state["ExitCode"])
         self.started_at = str(state["StartedAt"])
+        self.finished_at = datetime.fromisoformat(str(state["FinishedAt"]))
         self.num_restarts = int(document.get("RestartCount", 0))
 
 

@@ -22,7 +22,7 @@ LEADER_S = 60.0
 JOB_S = 600.0
 IDLE_S = 60.0
 WORKER_EXIT_S = 10.0
-PODMAN_S = 10.0  # what podman may add to that
+PODMAN_S = 10.0  # until podman's signal is there
 IDLE = {
     "scheduler": ("vllm:num_requests_running", "vllm:num_requests_waiting", "quire:blocks_used"),
     "worker": ("quire:slots_used",),
@@ -100,12 +100,18 @@ class Scenario:
         async with self._step(load, "the leader is killed, with its pod") as tell:
             leader = await self.leader()
             epoch = await self._stage.metric(leader, "quire:epoch")
+            killed = time.monotonic()
             await self._stage.lose(leader)
+            gone_s = time.monotonic() - killed
             successor = await self.leader()
+            led_s = time.monotonic() - killed
             if await self._stage.metric(successor, "quire:epoch") <= epoch:
                 raise RunError(f"{successor.name} leads, with no epoch above {epoch:.0f}")
             await self._sessions(len(self._stage.of("worker")))
-            tell(f"{successor.name} leads in place of {leader.name}")
+            tell(
+                f"{successor.name} leads in place of {leader.name}, seen {led_s:.1f} s after the "
+                f"kill, of which podman took {gone_s:.1f}"
+            )
         async with self._step(load, "its successor as standby is made") as tell:
             tell(f"{(await self._add('scheduler')).name} stands by")
 

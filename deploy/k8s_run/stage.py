@@ -8,6 +8,7 @@ waited for, with its last lines.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -141,10 +142,11 @@ class Stage:
     async def drain(self, pod: PlayedPod) -> float:
         """SIGTERM with the manifest's grace. Seconds it took. RunError unless it ended well."""
         self._forget(pod)
-        begun = time.monotonic()
+        begun = datetime.now(UTC)
         await self.podman.stop(pod)
-        took_s = time.monotonic() - begun
         state = await self.podman.state(pod.container())
+        # By its own end: to take the rest of the pod down, podman may need far longer.
+        took_s = (state.finished_at - begun).total_seconds()
         if state.exit_code != 0:
             what = f"ended with status {state.exit_code} {took_s:.0f} s after SIGTERM"
             raise RunError(await self._words(pod, what))
