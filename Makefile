@@ -95,7 +95,7 @@ k8s-run: setup  ## run dev-cpu with podman (root), disturb it under load: STUB=1
 	@$(PY) -m deploy.k8s_run $(if $(STUB),--stub) $(if $(BASES),--bases $(BASES)) $(if $(INSTALL),--install) $(ARGS)
 
 k8s-run-stub: setup  ## the same with stub workers, where podman is there; INSTALL=1 gets it by apt-get
-	@$(PY) -m deploy.k8s_run --stub --optional --bases $(or $(BASES),auto) $(if $(INSTALL),--install) $(ARGS)
+	@$(PY) -m deploy.k8s_run --stub --optional $(if $(BASES),--bases $(BASES)) $(if $(INSTALL),--install) $(ARGS)
 
 images:  ## build the container images: IMAGES="gateway scheduler worker" TORCH_BUILD=cpu
 	@$(PYTHON) -m deploy.docker $(IMAGES)

@@ -65,8 +65,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--bases",
         choices=(images.PULL, images.BUILD, images.AUTO),
-        default=images.PULL,
-        help="base images: pulled, built here, or built where they can't be pulled",
+        default=images.AUTO,
+        help="base images: pulled, built here, or (auto) built where they can't be pulled",
     )
     parser.add_argument("--no-build", action="store_true", help="take Quire's images as they are")
     parser.add_argument("--install", action="store_true", help="install podman by apt-get")
