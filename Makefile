@@ -22,7 +22,7 @@ export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX PYTHON_IMAGE TORCH_BUILD IMAGE_F
 .PHONY: help setup model serve test test-model test-fast test-soak check lint fmt-check types imports \
 	proto-check proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz images k8s-check \
 	k8s-run k8s-run-stub bench \
-	bench-kernels bench-scheduler bench-control-plane bench-scheduling bench-pressure sim sim-soak sim-load clean
+	bench-kernels bench-scheduler bench-control-plane bench-scheduling bench-pressure sim sim-soak sim-load mutants clean
 
 help:  ## list the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' Makefile
@@ -126,6 +126,9 @@ sim-soak: setup  ## the same for N seeds (10000), two at a time
 
 sim-load: setup  ## a cluster under load: SOURCE=chat or a trace's path, ARGS="--workers 4 --requests 1000"
 	@$(PY) -m scheduler_svc.sim.load $(or $(SOURCE),chat) $(ARGS)
+
+mutants: setup  ## plant known bugs, see which test or seed finds each: ARGS="--only-by"
+	@$(PY) -m tests.mutants.run $(ARGS)
 
 clean:  ## remove .venv, run folders and caches
 	@rm -rf .venv run .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Planted bugs: patches against shipped code, and the runner that shows which test finds each."""
