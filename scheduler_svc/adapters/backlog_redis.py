@@ -54,6 +54,7 @@ class BacklogPublisher:
             num_tokens=stats.num_prompt_tokens + stats.num_generation_tokens,
             num_workers=len(view.workers),
             is_busy=any(worker.num_steps_in_flight for worker in view.workers),
+            is_full=view.num_waiting + view.num_swapped > 0,
         )
         return [
             str(view.num_waiting + view.num_running + view.num_swapped),
