@@ -95,7 +95,7 @@ class WorkerLinks:
                 self._links[record.worker_id].announced(record)
             elif len(self._links) < MAX_WORKERS:
                 self._add(record, group)
-        for worker_id in self._links.keys() - {record.worker_id for record in records}:
+        for worker_id in sorted(self._links.keys() - {record.worker_id for record in records}):
             self._links[worker_id].announced(None)
 
     def _decode(self, member_id: str, raw: bytes) -> WorkerRecord | None:

@@ -178,8 +178,20 @@ def main(argv: Sequence[str]) -> int:
     options = Options(only=only, num_requests=args.requests)
     if args.seeds is None:
         return one(args.seed, options, args.trace, args.log)
-    first, _, last = args.seeds.partition("..")
-    return many(range(int(first), int(last)), options, args.jobs, sys.stdout.write)
+    try:
+        seeds = _seeds(args.seeds)
+    except ValueError as error:
+        parser.error(f"--seeds: {error}")
+    return many(seeds, options, args.jobs, sys.stdout.write)
+
+
+def _seeds(text: str) -> range:
+    """A..B without B. ValueError if that is no seed at all."""
+    first, _, last = text.partition("..")
+    seeds = range(int(first), int(last))
+    if not seeds:
+        raise ValueError(f"there is no seed in {text}")
+    return seeds
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from scheduler_svc.sim import fairness, report
 from scheduler_svc.sim.arrivals import (
     GENERATORS,
     Arrival,
+    ArrivalError,
     Source,
     Traffic,
     faster,
@@ -373,12 +374,15 @@ def _source(args: argparse.Namespace) -> Source:
 
 
 def repeated(source: Source, count: int) -> Source:
-    """`count` arrivals of a source, which begins anew behind its end as often as it takes."""
+    """`count` arrivals of a source, which begins anew behind its end as often as it takes.
+
+    A source without any is an ArrivalError.
+    """
 
     def passes() -> Iterator[Arrival]:
         left, shift_s = count, 0.0
         while left:
-            last_s = 0.0
+            before, last_s = left, 0.0
             for arrival in source:
                 if not left:
                     return
@@ -392,6 +396,8 @@ def repeated(source: Source, count: int) -> Source:
                     prefix_ids=arrival.prefix_ids,
                     priority=arrival.priority,
                 )
+            if left == before:
+                raise ArrivalError(f"{source.name}: it has no requests")
             shift_s += last_s + 1e-3
 
     return Source(name=source.name, prefix_block_tokens=source.prefix_block_tokens, passes=passes)

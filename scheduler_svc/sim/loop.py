@@ -6,7 +6,8 @@ and nothing of it runs again, not even what stands in `finally`.
 
 Rules: nothing here waits for real time or looks at a file; callbacks that are due at the same time
 run in the order in which they were asked for; tasks hash by their number, so that sets of them are
-walked in the same order in every run.
+walked in the same order in every run. Time has to go on: at most MAX_AT_ONCE callbacks run at one
+moment, then the run ends with a StandstillError.
 """
 
 import asyncio
@@ -18,12 +19,13 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+MAX_AT_ONCE = 1_000_000
 _MAX_WIND_UPS, _TURNS_A_WIND_UP = 40, 200
 _PROCESS: "ContextVar[Process | None]" = ContextVar("quire_sim_process", default=None)
 
 
 class StandstillError(Exception):
-    """Nothing is left to happen and the world still waits for something."""
+    """Time can't go on: nothing is left to happen, or too much happens at one moment."""
 
 
 class VirtualTask(asyncio.Task[Any]):
@@ -105,10 +107,12 @@ def current_process() -> Process | None:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Run it with `run`."""
+    """Run it with `run`. `max_at_once` bounds the callbacks of one moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:
         super().__init__()
+        self._max_at_once = max_at_once
+        self._last_at_once = max_at_once
         self.num_tasks = 0
         self.num_callbacks = 0
         self._now_s = 0.0
@@ -171,6 +175,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         asyncio._set_running_loop(self)
         try:
             for _ in range(_MAX_WIND_UPS):
+                self._last_at_once = self.num_callbacks + self._max_at_once
                 left = [task for task in asyncio.all_tasks(self) if not task.done()]
                 for process in self._processes:
                     process.revive()
@@ -232,9 +237,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 heapq.heappop(timers)
             if not timers:
                 raise StandstillError(f"nothing is left to do at {self._now_s:.3f} s")
-            self._now_s = max(self._now_s, timers[0][0])
+            if timers[0][0] > self._now_s:
+                self._now_s = timers[0][0]
+                self._last_at_once = self.num_callbacks + self._max_at_once
         while timers and timers[0][0] <= self._now_s:
             due.append(heapq.heappop(timers)[2])
+        if self.num_callbacks > self._last_at_once:
+            raise StandstillError(
+                f"time stands still at {self._now_s:.3f} s: more than {self._max_at_once} callbacks"
+            )
         for _ in range(len(due)):
             handle = due.popleft()
             if handle._cancelled:  # type: ignore[attr-defined]

@@ -1,12 +1,13 @@
 """Loads: every request gets its tokens, whatever the cluster; the same figures for a seed."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from scheduler_svc.core import CoreConfig, Ready, SchedulerCore
 from scheduler_svc.sim import fairness, report
-from scheduler_svc.sim.arrivals import Source, Traffic, generate
+from scheduler_svc.sim.arrivals import ArrivalError, Source, Traffic, generate, open_source
 from scheduler_svc.sim.load import Cluster, repeated, run_load
 from scheduler_svc.sim.runlog import Phase, RunLog
 
@@ -101,3 +102,11 @@ def test_a_file_begins_anew_at_its_end() -> None:
     assert len(times) == 25
     assert times == sorted(times)
     assert times[10] > times[9]
+
+
+def test_a_file_without_requests_does_not_begin_anew_for_ever(tmp_path: Path) -> None:
+    """A head alone is an error."""
+    path = tmp_path / "empty.jsonl"
+    path.write_text('{"quire_arrivals": 1, "prefix_block_tokens": 64}\n')
+    with pytest.raises(ArrivalError, match="no requests"):
+        list(repeated(open_source(path), 5))

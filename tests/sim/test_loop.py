@@ -63,6 +63,38 @@ def test_standing_still_is_an_error() -> None:
         run(work)
 
 
+def test_a_moment_does_not_last_for_ever() -> None:
+    """Callbacks that ask for each other at once are an error, not a run without end."""
+    loop = VirtualLoop(max_at_once=1000)
+
+    def again() -> None:
+        loop.call_soon(again)
+
+    async def work() -> None:
+        await asyncio.sleep(2.0)
+        again()
+        await asyncio.sleep(1.0)
+
+    try:
+        with pytest.raises(StandstillError, match=r"at 2\.000 s: more than 1000"):
+            loop.run(work())
+    finally:
+        loop.wind_up()
+
+
+def test_many_callbacks_over_time_are_no_standstill() -> None:
+    """The bound is for each moment anew."""
+    loop = VirtualLoop(max_at_once=20)
+
+    async def work() -> None:
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+
+    loop.run(work())
+    loop.wind_up()
+    assert loop.num_callbacks > 100
+
+
 async def _ticks(loop: VirtualLoop, seen: list[float]) -> None:
     try:
         while True:

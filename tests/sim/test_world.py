@@ -13,12 +13,16 @@ import pytest
 from gateway.adapters.tokens_grpc import TokensLink
 from gpu_worker.session import Sessions
 from scheduler_svc.adapters.inbox_redis import RequestInbox
+from scheduler_svc.adapters.worker_link import WorkerLink
 from scheduler_svc.core import prefix
+from scheduler_svc.core.types import WorkerId
 from scheduler_svc.core.worker_state import WorkerState
-from scheduler_svc.ports import Completion
+from scheduler_svc.ports import Completion, WorkerRecord
 from scheduler_svc.sim.__main__ import main, missing, problem, quiet, run_seeds
+from scheduler_svc.sim.clients import MODEL
 from scheduler_svc.sim.faults import KINDS
 from scheduler_svc.sim.world import Options, Outcome, World
+from servicekit import redis_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -189,3 +193,44 @@ def test_the_command_says_what_broke(
     assert "rule:   a block holds what its reader's prefix demands" in said
     assert "event:" in said
     assert f"python -m scheduler_svc.sim --seed {seed} --trace" in said
+
+
+@pytest.mark.parametrize("seeds", ["9..3", "4..4", "7", "a..b"])
+def test_the_command_refuses_a_run_over_no_seed(
+    seeds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would have found nothing, and said so in green."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--seeds", seeds])
+    assert ended.value.code == 2
+    assert "--seeds" in capsys.readouterr().err
+
+
+async def _no_worker_is_registered(world: World) -> None:
+    for _ in range(60):
+        for worker in world.workers:
+            world.redis.delete(redis_keys.record(MODEL, "worker", worker.name))
+        await asyncio.sleep(0.02)
+
+
+def test_workers_that_have_left_the_registry_are_told_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order of a set of names differs between processes."""
+    missed: list[WorkerId] = []
+    announced = WorkerLink.announced
+
+    def watched(self: WorkerLink, record: WorkerRecord | None) -> None:
+        if record is None:
+            missed.append(self.worker_id)
+        announced(self, record)
+
+    monkeypatch.setattr(WorkerLink, "announced", watched)
+    rounds = []
+    for seed in range(5):
+        missed.clear()
+        assert played(_no_worker_is_registered, seed).rule == ""
+        rounds.append([*missed])
+    assert max(len(of) for of in rounds) >= 4
+    for of in filter(None, rounds):
+        assert of == sorted({*of}) * (len(of) // len({*of}))
