@@ -7,18 +7,19 @@ is not available, or full) asks again; one whose time has come goes away.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from random import Random
 
 from gateway.core.errors import QueueFullError, UnavailableError
 from gateway.core.requests import RawRequest
-from gateway.core.types import FinishReason
+from gateway.core.types import FinishReason, Terminal
 from gateway.live import LiveRequest
 from scheduler_svc.sim.device import EOS, VOCAB_SIZE, Script, ViolationError, make_outputs
 from scheduler_svc.sim.gateway import SimGateway
 from scheduler_svc.sim.journal import Journal
 from scheduler_svc.sim.loop import VirtualLoop
+from scheduler_svc.sim.suspects import taken_for_poison
 
 MODEL = "sim"
 ASK_AGAIN_S = 0.4
@@ -105,13 +106,9 @@ def _leaves(call: Asked, answer: "Answer") -> bool:
     return wanted is not None and len(answer.given) > wanted and not answer.left
 
 
-def _taken_for_poison(message: str) -> bool:
-    return "lost its worker" in message or "steps with the request failed" in message
-
-
 @dataclass(slots=True, eq=False)
 class Answer:
-    """What one request has been given so far."""
+    """What one request has been given so far. `terminal` is its end as the stream holds it."""
 
     name: str
     script: Script
@@ -119,22 +116,22 @@ class Answer:
     given: list[int] = field(default_factory=list)
     live: LiveRequest | None = None
     end: FinishReason | None = None
+    terminal: Terminal | None = None
     left: bool = False
 
 
 class Clients:
-    """All of them. `suspects_died` says whether workers were lost, or steps failed, so often that
-    the scheduler may have taken a request for what does it; it ends such a request with an error,
-    and all that shared its steps with it."""
+    """All of them. `suspects` are requests that a scheduler has taken for what kills workers, or
+    for what makes steps fail; it ends such a request with an error."""
 
     def __init__(
         self,
         loop: VirtualLoop,
         journal: Journal,
         gateways: Sequence[SimGateway],
-        suspects_died: Callable[[], bool],
+        suspects: Set[bytes],
     ) -> None:
-        self._suspects_died = suspects_died
+        self._suspects = suspects
         self._loop = loop
         self._journal = journal
         self._gateways = gateways
@@ -168,6 +165,18 @@ class Clients:
         self._journal.note(answer.name, "client leaves")
         answer.gateway.engine.cancel(answer.live)
 
+    def check_ends(self) -> None:
+        """Long after the last end. Raises ViolationError if a stream has gone on behind its end."""
+        for answer in self.answers:
+            assert answer.live is not None
+            state = answer.live.state
+            if state.end is not answer.terminal or len(state.tokens) != len(answer.given):
+                raise ViolationError(
+                    "nothing follows a request's end",
+                    f"{answer.name} ended {answer.terminal} with {len(answer.given)} tokens, and "
+                    f"is now at {state.end} with {len(state.tokens)}",
+                )
+
     async def _guarded(self, call: Asked, gateway: SimGateway) -> None:
         try:
             await self._call(call, gateway)
@@ -200,8 +209,10 @@ class Clients:
                 chunk = await answer.gateway.engine.next_chunk(live)
                 self._take(answer, chunk.token_ids)
                 if chunk.end is not None:
-                    answer.end = chunk.end.reason
+                    answer.end, answer.terminal = chunk.end.reason, live.state.end
                     self._ended(call, answer, chunk.end.code, chunk.end.message)
+                    # As the interfaces' clean-up does.
+                    answer.gateway.engine.cancel(live)
                 elif _leaves(call, answer):
                     self.leave(answer)
         except Exception as error:
@@ -234,7 +245,8 @@ class Clients:
             wanted = {FinishReason.STOP}
         else:
             wanted = {FinishReason.LENGTH}
-        if _taken_for_poison(message) and self._suspects_died():
+        assert answer.live is not None
+        if taken_for_poison(message) and answer.live.request_id in self._suspects:
             self.ends["taken for poison"] += 1
             return
         if reason not in wanted:

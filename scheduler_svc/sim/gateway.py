@@ -17,8 +17,10 @@ from gateway.adapters.tokens_grpc import TokensFleet
 from gateway.core.prompt import Message
 from gateway.core.types import ModelInfo
 from gateway.engine import Engine, EngineConfig
+from gateway.live import LiveRequest
 from gateway.metrics import GatewayMetrics
 from gateway.ports import Sources
+from scheduler_svc.sim.device import ViolationError
 from scheduler_svc.sim.loop import Process, VirtualLoop
 from scheduler_svc.sim.network import Network
 from scheduler_svc.sim.redis_model import RedisClient
@@ -71,6 +73,22 @@ class SimTokenizer:
         return SimDetokenizer()
 
 
+class OnceEngine(Engine):
+    """The shipped engine, watched: it may end a request once."""
+
+    def __init__(self, loop: VirtualLoop, **options: Any) -> None:
+        super().__init__(**options)
+        self._loop = loop
+        self._ended: set[bytes] = set()
+
+    def _finished(self, live: LiveRequest, *, tell: bool) -> None:
+        if live.request_id in self._ended:
+            detail = f"{live.public_id} has ended again: {live.state.end}"
+            self._loop.fail(ViolationError("a request ends once", detail))
+        self._ended.add(live.request_id)
+        super()._finished(live, tell=tell)
+
+
 class SimGateway:
     """One process, which lives as long as its world."""
 
@@ -109,7 +127,8 @@ class SimGateway:
             dial=network.dial(name),
         )
         self.metrics = GatewayMetrics(new_registry(), model.name)
-        self.engine = Engine(
+        self.engine = OnceEngine(
+            loop,
             model=model,
             config=config,
             queue=self._queue,

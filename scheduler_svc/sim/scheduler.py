@@ -20,6 +20,7 @@ from scheduler_svc.sim.journal import Journal
 from scheduler_svc.sim.loop import Process, VirtualLoop
 from scheduler_svc.sim.network import Network
 from scheduler_svc.sim.redis_model import RedisClient
+from scheduler_svc.sim.suspects import Suspects
 from scheduler_svc.term import Surroundings
 
 
@@ -27,13 +28,22 @@ class CheckedCore:
     """ports.Core: the shipped core, checked after each event and each Ready, and written down.
 
     After an event of a worker that worker is checked, and all of them after the Ready that follows.
+    No worker lies, so no result may be refused.
     """
 
-    def __init__(self, config: CoreConfig, loop: VirtualLoop, journal: Journal, name: str) -> None:
+    def __init__(
+        self,
+        config: CoreConfig,
+        loop: VirtualLoop,
+        journal: Journal,
+        name: str,
+        suspects: Suspects,
+    ) -> None:
         self._core = SchedulerCore(config)
         self._loop = loop
         self._journal = journal
         self._name = name
+        self._suspects = suspects
 
     @property
     def stats(self) -> CoreStats:
@@ -43,6 +53,7 @@ class CheckedCore:
     def feed(self, event: Event) -> None:
         """Feeds and checks."""
         self._journal.event(self._name, event)
+        self._suspects.event(event)
         self._core.feed(event)
         self._check(getattr(event, "worker_id", None))
 
@@ -52,6 +63,7 @@ class CheckedCore:
         self._journal.ready(self._name, ready)
         if ready.plans or ready.finishes or ready.given_up:
             self._check()
+            self._check_suspects(ready)
         return ready
 
     def view(self) -> CoreView:
@@ -62,9 +74,17 @@ class CheckedCore:
         """Of the core."""
         return self._core.explain(request_id)
 
+    def _check_suspects(self, ready: Ready) -> None:
+        try:
+            self._suspects.ready(ready)
+        except ViolationError as broken:
+            self._loop.fail(broken)
+            raise
+
     def _check(self, worker_id: WorkerId | None = None) -> None:
         try:
             check_all(self._core, worker_id)
+            assert not self.stats.num_bad_results, "a result was refused"
         except AssertionError as error:
             broken = ViolationError("the core's invariants hold", f"{error}")
             self._loop.fail(broken)
@@ -74,9 +94,8 @@ class CheckedCore:
 class Observer:
     """ports.TermObserver: counts what the world asks about."""
 
-    def __init__(self, loop: VirtualLoop, on_loss: Callable[[], None]) -> None:
+    def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
-        self._on_loss = on_loss
         self.num_stale_results = 0
 
     def round_done(self, ready: Ready, core_s: float) -> None:
@@ -97,12 +116,11 @@ class Observer:
         self._loop.fail(ViolationError("plans are valid", "a digest differs"))
 
     def worker_lost(self) -> None:
-        """Declared lost."""
-        self._on_loss()
+        """Nothing to count."""
 
 
 class SimScheduler:
-    """One process's life. `on_exit` gets its exit code."""
+    """One process's life. `on_exit` gets its exit code; `suspects` what is taken for poison."""
 
     def __init__(
         self,
@@ -114,17 +132,18 @@ class SimScheduler:
         redis: RedisClient,
         journal: Journal,
         on_exit: Callable[[int], None],
-        on_loss: Callable[[], None],
+        suspects: set[bytes],
     ) -> None:
         self.process = Process(loop, name)
         self.name = name
-        self.observer = Observer(loop, on_loss)
+        self.observer = Observer(loop)
         self._loop = loop
         self._network = network
         self._settings = settings
         self._redis = redis
         self._journal = journal
         self._on_exit = on_exit
+        self._suspects = suspects
         self._leadership: Leadership | None = None
 
     def start(self) -> None:
@@ -143,6 +162,10 @@ class SimScheduler:
         term = self._leadership.term if self._leadership else None
         return term.core.view() if term else None
 
+    def _core(self, config: CoreConfig) -> CheckedCore:
+        suspects = Suspects(self._suspects)
+        return CheckedCore(config, self._loop, self._journal, self.name, suspects)
+
     async def _main(self) -> None:
         redis: Any = self._redis
         self._leadership = Leadership(
@@ -152,7 +175,7 @@ class SimScheduler:
                 redis=RedisSide(commands=redis, listener=redis, health=RedisHealth(self._loop)),
                 dial=self._network.dial(self.name),
             ),
-            make_core=lambda config: CheckedCore(config, self._loop, self._journal, self.name),
+            make_core=self._core,
             metrics=self.observer,
         )
         try:

@@ -135,7 +135,7 @@ class SchedulerPlace(_Place):
             redis=RedisClient(world.redis, self.name),
             journal=world.journal,
             on_exit=lambda code: self.die(RESTART_S),
-            on_loss=world.count_loss,
+            suspects=world.suspects,
         )
         self.alive = True
         self.now.start()
@@ -162,7 +162,8 @@ class World:
         self.random = Random(f"{seed}:world")
         self._requests = Random(f"{seed}:requests")
         self._num_asked = 0
-        self.num_workers_lost = 0
+        # Requests that a scheduler has taken for poison.
+        self.suspects: set[bytes] = set()
         self.loop = loop = VirtualLoop()
         self.process = Process(loop, "world")
         self.journal = Journal(loop, write)
@@ -171,7 +172,7 @@ class World:
         asyncio._set_running_loop(loop)
         try:
             self.gateways = [self._gateway(f"gateway-{i}") for i in range(2)]
-            self.clients = asking.Clients(loop, self.journal, self.gateways, self._suspects_died)
+            self.clients = asking.Clients(loop, self.journal, self.gateways, self.suspects)
             self.workers = [
                 WorkerPlace(self, f"worker-{i}", self._spec())
                 for i in range(self.random.choice((2, 2, 3)))
@@ -243,10 +244,7 @@ class World:
         self._heal()
         await self._until(lambda: not self.clients.num_open, HEALED_S, self._who_is_open)
         await self._until(lambda: not self._left_over(), SETTLED_S, self._left_over)
-
-    def count_loss(self) -> None:
-        """A leader has declared a worker lost."""
-        self.num_workers_lost += 1
+        self.clients.check_ends()
 
     def ask_more(self) -> None:
         """For faults that want somebody to meet."""
@@ -257,10 +255,6 @@ class World:
         asked = asking.draw(self._requests, num_requests, over_s, num_poison, first)
         self._num_asked += len(asked)
         self.clients.start(asked)
-
-    def _suspects_died(self) -> bool:
-        poisoned = sum(r.num_poisoned_steps for w in self.workers for r in w.runners)
-        return poisoned + self.num_workers_lost >= 3
 
     def _heal(self) -> None:
         self.journal.note("world", "heals")

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from gateway.adapters.tokens_grpc import TokensLink
+from gateway.core.stream import Fed, StreamState
+from gateway.core.types import Terminal
 from gpu_worker.session import Sessions
 from scheduler_svc.adapters.inbox_redis import RequestInbox
 from scheduler_svc.adapters.worker_link import WorkerLink
-from scheduler_svc.core import prefix
+from scheduler_svc.core import prefix, scheduler
 from scheduler_svc.core.types import WorkerId
 from scheduler_svc.core.worker_state import WorkerState
 from scheduler_svc.ports import Completion, WorkerRecord
@@ -234,3 +236,23 @@ def test_workers_that_have_left_the_registry_are_told_in_their_order(
     assert max(len(of) for of in rounds) >= 4
     for of in filter(None, rounds):
         assert of == sorted({*of}) * (len(of) // len({*of}))
+
+
+def test_an_end_that_comes_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients stop reading at the first; the gateway and its stream are watched behind it."""
+
+    def always(self: StreamState, end: Terminal) -> Fed:
+        self.end = end
+        return Fed.NEWS
+
+    monkeypatch.setattr(StreamState, "close", always)
+    [outcome] = run_seeds([1], Options(only=""))
+    assert outcome.rule == "a request ends once", outcome.detail
+
+
+def test_a_request_is_not_taken_for_poison_after_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though others have lost their workers often."""
+    monkeypatch.setattr(scheduler, "_MAX_LOSSES_WITHOUT_TOKEN", 1)
+    outcomes = run_seeds(range(10), Options(only="worker dies"))
+    rules = {outcome.rule for outcome in outcomes if outcome.rule}
+    assert rules == {"only what has often lost its worker is taken for poison"}
