@@ -48,7 +48,7 @@ test-model: setup
 test-fast: setup  ## the quick tests (at most 60 s)
 	@$(PY) -m pytest $(SIDE_BY_SIDE)
 
-check: lint fmt-check types imports proto-check k8s-check k8s-run-stub test test-soak  ## all that CI runs
+check: lint fmt-check types imports proto-check k8s-check test test-soak k8s-run-stub  ## all that CI runs
 
 lint: setup  ## ruff
 	@$(PY) -m ruff check .

@@ -12,10 +12,12 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import relpath
 
 from deploy.docker import __main__ as docker
 from deploy.k8s_run import (
@@ -28,8 +30,10 @@ from deploy.k8s_run import (
     pods,
     scenario,
     secret_files,
+    trial,
 )
-from deploy.k8s_run.errors import NotPossibleError, RunError, first
+from deploy.k8s_run.deadline import Deadline
+from deploy.k8s_run.errors import LateError, NotPossibleError, RunError, first
 from deploy.k8s_run.podman import Podman
 from deploy.k8s_run.stage import Stage
 
@@ -37,6 +41,7 @@ RUNS = docker.ROOT / "run"
 PREFIX = "quire-run"
 MODEL = "smollm2-135m"
 MODELS_VOLUME = "models"
+LIMIT_S, OPTIONAL_LIMIT_S = 7200.0, 900.0  # of all but the removal at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +95,32 @@ def wanted(stub: bool, bases: images.Bases, cores: int) -> overlay.Wanted:
 class Run:
     """One run, from the images to the last line."""
 
-    def __init__(self, chosen: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, chosen: argparse.Namespace, environ: Mapping[str, str], deadline: Deadline
+    ) -> None:
         self.prefix = f"{PREFIX}-{secrets.token_hex(3)}"
         self.folder = RUNS / self.prefix
-        self._chosen = chosen
+        self._chosen, self._deadline = chosen, deadline
         self._environ = machine.environ(environ, self.folder)
         self.podman = Podman(self.prefix, self._environ)
 
+    async def try_a_pod(self) -> None:
+        """Makes the network. Raises NotPossibleError where pods can't run as these must."""
+        try:
+            await self.podman.make_network()
+            await trial.run(self.podman)
+        except (RunError, OSError) as error:
+            raise NotPossibleError(f"podman can't run a pod here: {error}") from error
+
     def build(self) -> images.Bases:
-        """All images. Raises NotPossibleError where their bases can't be had."""
-        builder = images.Images(self._environ, self.folder, say)
+        """All images. Raises NotPossibleError where they can't be had, LateError."""
+        try:
+            return self._build()
+        except (RunError, OSError, subprocess.SubprocessError) as error:
+            raise NotPossibleError(f"the images can't be built here: {error}") from error
+
+    def _build(self) -> images.Bases:
+        builder = images.Images(self._environ, self.folder, say, self._deadline)
         bases = builder.bases(self._chosen.bases)
         stub = self._chosen.stub
         services = docker.SERVICES[:-1] if stub else docker.SERVICES
@@ -177,28 +198,27 @@ class Run:
         )
 
 
-async def bounded(run: Run, bases: images.Bases) -> None:
-    """Ends at SIGTERM as at Ctrl-C."""
+async def bounded(work: Awaitable[None], deadline: Deadline) -> None:
+    """Ends at SIGTERM as at Ctrl-C, and at the deadline."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        await run.podman.make_network()
-        await run.podman.try_a_pod()
-    except RunError as error:
-        raise NotPossibleError(f"podman can't start a pod here: {error}") from error
-    await run.play(bases)
+    await deadline.bound(work)
 
 
 def carry_out(chosen: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Raises RunError, NotPossibleError, or KeyboardInterrupt."""
-    machine.prepare(chosen.install, say)
-    run = Run(chosen, environ)
+    """Raises RunError, NotPossibleError, LateError, or KeyboardInterrupt."""
+    deadline = Deadline(OPTIONAL_LIMIT_S if chosen.optional else LIMIT_S)
+    machine.prepare(chosen.install, say, deadline)
+    run = Run(chosen, environ, deadline)
     run.folder.mkdir(parents=True, exist_ok=True)
     good = False
     try:
+        asyncio.run(bounded(run.try_a_pod(), deadline))
+        # Like Ctrl-C, also while nothing waits: the network of the trial stands.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         bases = run.build()
-        asyncio.run(bounded(run, bases))
+        asyncio.run(bounded(run.play(bases), deadline))
         good = True
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
@@ -211,7 +231,7 @@ def carry_out(chosen: argparse.Namespace, environ: Mapping[str, str]) -> None:
         if not good:
             with contextlib.suppress(OSError):
                 run.podman.save_logs(run.folder / "logs")
-            say(f"what was printed lies in {run.folder.relative_to(docker.ROOT)}")
+            say(f"what was printed lies in {relpath(run.folder, docker.ROOT)}")
         left = run.podman.clean()
         if good:
             shutil.rmtree(run.folder, ignore_errors=True)
@@ -225,7 +245,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     begun = time.monotonic()
     try:
         carry_out(chosen, environ)
-    except NotPossibleError as error:
+    except (NotPossibleError, LateError) as error:
         say(f"not run: {error}")
         return 0 if chosen.optional else 1
     except RunError as error:

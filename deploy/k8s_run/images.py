@@ -17,6 +17,7 @@ from pathlib import Path
 
 from deploy.docker import __main__ as docker
 from deploy.k8s_run import mirrors
+from deploy.k8s_run.deadline import Deadline
 from deploy.k8s_run.errors import NotPossibleError, RunError
 from deploy.local import procs, valkey
 
@@ -29,7 +30,7 @@ OWN_REDIS = "localhost/quire-standin/valkey:9.1"
 STUB = "localhost/quire-standin/stub-worker:latest"
 SUITE, PACKAGES = "bookworm", "python3,python3-pip,python3-venv,ca-certificates"
 PULL, BUILD, AUTO = "pull", "build", "auto"
-PULL_S, BOOTSTRAP_S, BUILD_S, TICK_S = 600.0, 1800.0, 3600.0, 30.0
+COMMAND_S, PULL_S, BOOTSTRAP_S, BUILD_S, TICK_S = 120.0, 600.0, 1800.0, 3600.0, 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,11 @@ class Bases:
 class Images:
     """Builds with one builder; what it prints goes into files of `logs`."""
 
-    def __init__(self, environ: Mapping[str, str], logs: Path, say: Say) -> None:
+    def __init__(
+        self, environ: Mapping[str, str], logs: Path, say: Say, deadline: Deadline
+    ) -> None:
         self._environ, self._logs, self._say = environ, logs, say
+        self._deadline = deadline
         found = next((b for b in ("buildah", "podman") if docker.usable(b)), None)
         if found is None:
             raise NotPossibleError("neither buildah nor podman is there to build images")
@@ -52,7 +56,10 @@ class Images:
         self._sources = mirrors.settings()
 
     def bases(self, how: str) -> Bases:
-        """Pulled, built, or (auto) built where they can't be pulled. Raises NotPossibleError."""
+        """Pulled, built, or (auto) built where they can't be pulled.
+
+        Raises NotPossibleError, RunError, OSError, LateError.
+        """
         python = self._environ.get("PYTHON_IMAGE") or (
             OWN_PYTHON if how == BUILD else self._pulled(PYTHON, how)
         )
@@ -155,11 +162,12 @@ class Images:
     def _podman(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["podman", *arguments], env=dict(self._environ), capture_output=True, text=True,
-            timeout=PULL_S, check=False,
+            timeout=self._deadline.within(COMMAND_S), check=False,
         )  # fmt: skip
 
     def _run(self, name: str, command: Sequence[str], limit_s: float) -> None:
-        """Raises RunError with the last lines of what it printed."""
+        """Raises RunError with the last lines of what it printed, LateError."""
+        bound_s = self._deadline.within(limit_s)
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self._logs / f"{name}.log"
         begun = time.monotonic()
@@ -167,9 +175,10 @@ class Images:
         try:
             while True:
                 try:
-                    status = process.wait(TICK_S)
+                    status = process.wait(min(TICK_S, bound_s))
                     break
                 except subprocess.TimeoutExpired:
+                    self._deadline.check()
                     took_s = time.monotonic() - begun
                     if took_s > limit_s:
                         raise RunError(f"{name}: not done after {took_s:.0f} s") from None

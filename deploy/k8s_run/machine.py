@@ -1,12 +1,14 @@
 """Whether this machine can run pods, and how podman is told about it."""
 
 import os
+import re
 import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from deploy.k8s_run.deadline import Deadline
 from deploy.k8s_run.errors import NotPossibleError
 
 Say = Callable[[str], None]
@@ -17,44 +19,78 @@ PACKAGES = (
     "golang-github-containers-common", "debootstrap", "openssl",
 )  # fmt: skip
 COMMANDS = ("podman", "iptables")
-APT_S = 900.0
+LEAST_VERSION = (4, 3)
+APT_S, VERSION_S = 900.0, 60.0
 SYSTEMD = Path("/run/systemd/system")
 MAX_FILES = 4096
 
 
-def prepare(install: bool, say: Say) -> None:
-    """Installs podman if that is wanted and it is missing. Raises NotPossibleError."""
+def prepare(install: bool, say: Say, deadline: Deadline) -> None:
+    """Installs podman if that is wanted and it is missing. Raises NotPossibleError, LateError."""
     if os.geteuid() != 0:
         raise NotPossibleError("only root reaches the pods' network from outside: run it as root")
-    missing = [name for name in COMMANDS if _which(name) is None]
-    if not missing:
-        return
-    if not install:
+    if missing := _missing():
+        if not install:
+            raise NotPossibleError(
+                f"{missing} is not there:  apt-get install --no-install-recommends "
+                + " ".join(PACKAGES)
+            )
+        if shutil.which("apt-get") is None:
+            raise NotPossibleError(f"{missing} is not there, and no apt-get to get it")
+        say(f"{missing} is not there: installing it")
+        _install(deadline)
+        if missing := _missing():
+            raise NotPossibleError(f"{missing} is not there after it was installed")
+    found = version(_said(["podman", "version", "--format", "{{.Client.Version}}"], deadline))
+    if found < LEAST_VERSION:
         raise NotPossibleError(
-            f"{' and '.join(missing)} is not there:  apt-get install --no-install-recommends "
-            + " ".join(PACKAGES)
+            f"podman is {'.'.join(map(str, found))}; "
+            f"{'.'.join(map(str, LEAST_VERSION))} or newer is needed"
         )
-    if shutil.which("apt-get") is None:
-        raise NotPossibleError(f"{' and '.join(missing)} is not there, and no apt-get to get it")
-    say(f"{' and '.join(missing)} is not there: installing it")
+
+
+def _missing() -> str:
+    return " and ".join(name for name in COMMANDS if _which(name) is None)
+
+
+def _install(deadline: Deadline) -> None:
     environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (
         ["apt-get", "update"],
         ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES],
     ):
+        limit_s = deadline.within(APT_S)
         try:
             done = subprocess.run(
                 command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                timeout=APT_S, check=False,
+                timeout=limit_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise NotPossibleError(f"{command[1]} of apt-get took over {APT_S:.0f} s") from None
+            raise NotPossibleError(f"{command[1]} of apt-get took over {limit_s:.0f} s") from None
         if done.returncode != 0:
             last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
             raise NotPossibleError(f"podman can't be installed: {last}")
-    missing = [name for name in COMMANDS if _which(name) is None]
-    if missing:
-        raise NotPossibleError(f"{' and '.join(missing)} is not there after it was installed")
+
+
+def _said(command: list[str], deadline: Deadline) -> str:
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=deadline.within(VERSION_S), check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotPossibleError(f"podman does not answer: {error}") from error
+    if done.returncode != 0:
+        raise NotPossibleError(f"podman does not answer: {done.stderr.strip()}")
+    return done.stdout
+
+
+def version(text: str) -> tuple[int, int]:
+    """The first two numbers, also of 5.0.0-rc1. Raises NotPossibleError."""
+    found = re.match(r"(\d+)\.(\d+)", text.strip())
+    if found is None:
+        raise NotPossibleError(f"podman says {text.strip()!r} of its version")
+    return int(found[1]), int(found[2])
 
 
 def _which(name: str) -> str | None:

@@ -80,13 +80,6 @@ class Podman:
         """One network with names, for this run's pods."""
         await self.command("network", "create", "--label", _LABEL, self.network)
 
-    async def try_a_pod(self) -> None:
-        """Starts a pod without containers and removes it. Raises PodmanError where none can run."""
-        name = f"{self.prefix}-trial"
-        await self.command("pod", "create", "--name", name, "--network", self.network)
-        await self.command("pod", "start", name)
-        await self.command("pod", "rm", "--force", "--time", "0", name)
-
     async def make_volume(self, name: str) -> None:
         """An empty one."""
         self._check(name)

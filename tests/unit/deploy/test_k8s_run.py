@@ -8,6 +8,7 @@ import pytest
 
 from deploy.k8s_run import __main__ as k8s_run
 from deploy.k8s_run import machine, mirrors, probes, secret_files
+from deploy.k8s_run.deadline import Deadline
 from deploy.k8s_run.errors import NotPossibleError, RunError, first
 from deploy.k8s_run.load import Answer, Job
 from deploy.k8s_run.podman import Podman
@@ -173,13 +174,13 @@ def test_without_podman_it_is_said_and_is_a_failure_unless_it_may_be_missing(
 def test_only_root_can_reach_pods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(NotPossibleError, match="root"):
-        machine.prepare(install=False, say=print)
+        machine.prepare(install=False, say=print, deadline=Deadline(60.0))
 
 
 def test_a_failure_is_a_failure_even_where_podman_may_be_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(install: bool, say: object) -> None:
+    def fail(install: bool, say: object, deadline: object) -> None:
         raise RunError("a request failed")
 
     monkeypatch.setattr(machine, "prepare", fail)
