@@ -103,7 +103,8 @@ def queries_ask_for_what_there_is(rendered: Rendered) -> Iterator[str]:
 
 
 def scalers_ask_for_their_model(rendered: Rendered) -> Iterator[str]:
-    """Each selector of a trigger carries the name that this model is served under."""
+    """Each selector of a trigger carries the name that this model is served under, and the
+    namespace: the same model may be served in another one."""
     for scaler in rendered.of("ScaledObject"):
         names = {
             config["data"]["QUIRE_SERVED_MODEL_NAME"]
@@ -116,14 +117,19 @@ def scalers_ask_for_their_model(rendered: Rendered) -> Iterator[str]:
             except ValueError:
                 continue  # queries_ask_for_what_there_is names it
             for selector in selectors(parsed):
+                where = f"{title(scaler)}, {trigger['name']}"
                 asked = {m.value for m in selector.matchers.matchers if m.name == "model_name"}
                 if asked != names:
-                    yield f"{title(scaler)}, {trigger['name']}: asks for {asked}, serves {names}"
+                    yield f"{where}: asks for {asked}, serves {names}"
+                asked = {m.value for m in selector.matchers.matchers if m.name == "namespace"}
+                if asked != {scaler["metadata"].get("namespace")}:
+                    yield f"{where}: asks in {asked or 'every namespace'}"
 
 
 def scalers_have_both_signals(rendered: Rendered) -> Iterator[str]:
     """Time to drain says how many workers; it says nothing while there is none, so that the
-    backlog alone must be a trigger too."""
+    backlog alone must be a trigger too. That one is always there: where it is missing the
+    monitoring is broken, and busy workers must not be taken for idle ones."""
     for scaler in rendered.of("ScaledObject"):
         asked = []
         for trigger in scaler["spec"]["triggers"]:
@@ -132,6 +138,13 @@ def scalers_have_both_signals(rendered: Rendered) -> Iterator[str]:
             except ValueError:
                 continue  # queries_ask_for_what_there_is names it
             asked.append({selector.name for selector in selectors(parsed)})
+            # KEDA's default is "true".
+            reads_zero = trigger["metadata"].get("ignoreNullValues", "true") == "true"
+            if reads_zero != (TO_DRAIN in asked[-1]):
+                yield (
+                    f"{title(scaler)}, {trigger['name']}: ignoreNullValues must be "
+                    f"{'false' if reads_zero else 'true'}"
+                )
         if not any(TO_DRAIN in names for names in asked):
             yield f"{title(scaler)}: no trigger asks for {TO_DRAIN}"
         if {BACKLOG} not in asked:

@@ -1,7 +1,7 @@
 """What may be wrong between objects, with the check that must find it and what it must say."""
 
 from deploy.k8s_check import monitoring_checks, network_checks, object_checks, schema_checks
-from tests.unit.deploy.manifests import Change, Check, container, get, pod, rule, setting
+from tests.unit.deploy.manifests import Change, Check, container, get, pod, rule, setting, trigger
 
 BROKEN: list[tuple[Check, Change, str]] = [
     # fields and types
@@ -211,6 +211,33 @@ BROKEN: list[tuple[Check, Change, str]] = [
         monitoring_checks.scalers_ask_for_their_model,
         lambda r: setting(r, "QUIRE_SERVED_MODEL_NAME", "another"),
         "serves {'another'}",
+    ),
+    (
+        monitoring_checks.scalers_ask_for_their_model,
+        lambda r: get(r, "ScaledObject", "worker")["metadata"].update(namespace="staging"),
+        "time-to-drain: asks in {'quire'}",
+    ),
+    (
+        monitoring_checks.scalers_ask_for_their_model,
+        lambda r: trigger(r, 1).update(
+            query='sum(quire:backlog_tokens{model_name="qwen2.5-7b-instruct"})'
+        ),
+        "queued-tokens: asks in every namespace",
+    ),
+    (
+        monitoring_checks.scalers_have_both_signals,
+        lambda r: trigger(r, 1).update(ignoreNullValues="true"),
+        "queued-tokens: ignoreNullValues must be false",
+    ),
+    (
+        monitoring_checks.scalers_have_both_signals,
+        lambda r: trigger(r, 1).pop("ignoreNullValues"),
+        "queued-tokens: ignoreNullValues must be false",
+    ),
+    (
+        monitoring_checks.scalers_have_both_signals,
+        lambda r: trigger(r, 0).update(ignoreNullValues="false"),
+        "time-to-drain: ignoreNullValues must be true",
     ),
     (
         monitoring_checks.scalers_have_both_signals,

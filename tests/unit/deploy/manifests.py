@@ -63,6 +63,13 @@ def rule(rendered: Rendered, name: str) -> dict[str, Any]:
     return next(entry for entry in rules if entry["alert"] == name)
 
 
+def trigger(rendered: Rendered, place: int) -> dict[str, Any]:
+    """What a trigger of the workers' autoscaler asks."""
+    triggers = get(rendered, "ScaledObject", "worker")["spec"]["triggers"]
+    found: dict[str, Any] = triggers[place]["metadata"]
+    return found
+
+
 def remove(rendered: Rendered, kind: str, name: str) -> Rendered:
     """Without an object."""
     gone = get(rendered, kind, name)

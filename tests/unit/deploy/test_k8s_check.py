@@ -1,10 +1,18 @@
 """Every check of the manifests finds what it is for: one thing is broken, one problem is told."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from deploy.k8s_check import external, memory_checks, network_checks, object_checks, render
+from deploy.k8s_check import (
+    external,
+    memory_checks,
+    monitoring_checks,
+    network_checks,
+    object_checks,
+    render,
+)
 from deploy.k8s_check.__main__ import CHECKS, names_do_not_clash
 from deploy.k8s_check.objects import Rendered
 from tests.unit.deploy import broken_memory, broken_objects, broken_pods
@@ -61,6 +69,17 @@ def test_two_models_do_not_clash() -> None:
     problems = "\n".join(names_do_not_clash(both))
     assert "Deployment worker stands 2 times" in problems
     assert "its selector takes ['Deployment worker', 'Deployment worker']" in problems
+
+
+@pytest.mark.parametrize("name", ["prod", "second-model"])
+def test_scalers_follow_the_namespace_of_the_overlay(name: str, tmp_path: Path) -> None:
+    """Staging beside prod: the same model, another namespace."""
+    folder = shutil.copytree(render.K8S, tmp_path / "k8s") / "overlays" / name
+    path = folder / "kustomization.yaml"
+    path.write_text(path.read_text().replace("namespace: quire", "namespace: staging"))
+    rendered = render.render(folder, "staging")
+    assert [found["metadata"]["namespace"] for found in rendered.of("ScaledObject")] == ["staging"]
+    assert list(monitoring_checks.scalers_ask_for_their_model(rendered)) == []
 
 
 def test_names_stand_once() -> None:
