@@ -22,7 +22,9 @@ SECRETS = {
     "redis-acl": {"users.acl"},
     "quire-api-keys": {"keys"},
 }
-FROM_ZERO_MARGIN_S = 60.0
+COMPUTING_S = 60.0
+# An update of the only worker: it hands over, its pod ends, the next one loads the model.
+LEAST_WAIT_S = 600.0
 
 
 def names_are_unique(rendered: Rendered) -> Iterator[str]:
@@ -161,10 +163,48 @@ def updates_spare_devices(rendered: Rendered) -> Iterator[str]:
         ]
         if len(budgets) != 1:
             yield f"{work.name}: {len(budgets)} disruption budgets"
+        for budget in budgets:
+            # Kubernetes' default keeps pods that are not ready where they are, for ever.
+            policy = budget["spec"].get("unhealthyPodEvictionPolicy")
+            if policy != "AlwaysAllow":
+                yield f"{title(budget)}: unhealthyPodEvictionPolicy must be AlwaysAllow"
+
+
+def spreads_count_usable_nodes(rendered: Rendered) -> Iterator[str]:
+    """A spread that may refuse a pod does not count nodes whose taints refuse it anyway."""
+    for work in workloads(rendered):
+        for spread in work.spec.get("topologySpreadConstraints", ()):
+            refuses = spread["whenUnsatisfiable"] == "DoNotSchedule"
+            if refuses and spread.get("nodeTaintsPolicy") != "Honor":
+                yield f"{work.name}: its spread counts nodes with taints: nodeTaintsPolicy: Honor"
+
+
+def lone_workers_are_waited_for(rendered: Rendered) -> Iterator[str]:
+    """Where there may be one worker, each update takes it away: requests wait for the next one to
+    load its model, and have time left to be computed then."""
+    scalers = {
+        scaler["spec"]["scaleTargetRef"]["name"]: scaler["spec"].get("minReplicaCount", 0)
+        for scaler in rendered.of("ScaledObject")
+    }
+    for work in services(rendered):
+        if work.component != "worker":
+            continue
+        least = scalers.get(
+            work.manifest["metadata"]["name"], work.manifest["spec"].get("replicas")
+        )
+        if least is not None and least > 1:
+            continue
+        found = variables(rendered, work.containers[0])
+        wait_s = float(found.get("QUIRE_WORKER_WAIT_S") or 30)
+        life_s = float(found.get("QUIRE_DEFAULT_DEADLINE_S") or 600)
+        if wait_s < LEAST_WAIT_S:
+            yield f"{work.name}: may be alone, and requests wait {wait_s:g} s for the next"
+        if life_s < wait_s + COMPUTING_S:
+            yield f"{work.name}: requests live {life_s:g} s, and wait {wait_s:g} for a worker"
 
 
 def from_zero_waits_for_a_worker(rendered: Rendered) -> Iterator[str]:
-    """Where no worker may run, a request must live longer than the first one's start."""
+    """Where no worker may run, a request must wait longer than the first one's start."""
     for scaler in rendered.of("ScaledObject"):
         if scaler["spec"].get("minReplicaCount", 0) != 0:
             continue
@@ -174,12 +214,9 @@ def from_zero_waits_for_a_worker(rendered: Rendered) -> Iterator[str]:
                 continue
             found = variables(rendered, work.containers[0])
             wait_s = float(found.get("QUIRE_WORKER_WAIT_S") or 30)
-            life_s = float(found.get("QUIRE_DEFAULT_DEADLINE_S") or 600)
             start_s = budget_s(work.containers[0].get("startupProbe", {}))
             if wait_s < start_s:
                 yield f"{work.name}: may take {start_s:g} s to start, requests wait {wait_s:g}"
-            if life_s < wait_s + FROM_ZERO_MARGIN_S:
-                yield f"{work.name}: requests live {life_s:g} s, and wait {wait_s:g} for a worker"
 
 
 def everything_is_labelled(rendered: Rendered) -> Iterator[str]:
@@ -202,6 +239,8 @@ CHECKS = (
     selectors_take_their_own,
     one_owner_of_replicas,
     updates_spare_devices,
+    spreads_count_usable_nodes,
+    lone_workers_are_waited_for,
     from_zero_waits_for_a_worker,
     everything_is_labelled,
 )

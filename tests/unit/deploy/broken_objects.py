@@ -119,9 +119,31 @@ BROKEN: list[tuple[Check, Change, str]] = [
         "maxSurge, maxUnavailable must be (0, 1)",
     ),
     (
+        object_checks.updates_spare_devices,
+        lambda r: get(r, "PodDisruptionBudget", "scheduler")["spec"].pop(
+            "unhealthyPodEvictionPolicy"
+        ),
+        "PodDisruptionBudget scheduler: unhealthyPodEvictionPolicy must be AlwaysAllow",
+    ),
+    (
+        object_checks.spreads_count_usable_nodes,
+        lambda r: pod(r, "scheduler")["topologySpreadConstraints"][0].pop("nodeTaintsPolicy"),
+        "Deployment scheduler: its spread counts nodes with taints",
+    ),
+    (
+        object_checks.lone_workers_are_waited_for,
+        lambda r: setting(r, "QUIRE_WORKER_WAIT_S", "30"),
+        "Deployment worker: may be alone, and requests wait 30 s",
+    ),
+    (
+        object_checks.lone_workers_are_waited_for,
+        lambda r: setting(r, "QUIRE_DEFAULT_DEADLINE_S", "600"),
+        "requests live 600 s, and wait 600",
+    ),
+    (
         object_checks.from_zero_waits_for_a_worker,
         lambda r: get(r, "ScaledObject", "worker")["spec"].update(minReplicaCount=0),
-        "requests wait 30",
+        "requests wait 600",
     ),
     (
         object_checks.everything_is_labelled,

@@ -16,7 +16,7 @@ from deploy.k8s_check import (
 from deploy.k8s_check.__main__ import CHECKS, names_do_not_clash
 from deploy.k8s_check.objects import Rendered
 from tests.unit.deploy import broken_memory, broken_objects, broken_pods
-from tests.unit.deploy.manifests import Change, Check, container, get, overlay, remove
+from tests.unit.deploy.manifests import Change, Check, container, get, overlay, remove, setting
 
 BROKEN = broken_objects.BROKEN + broken_pods.BROKEN + broken_memory.BROKEN
 
@@ -80,6 +80,15 @@ def test_scalers_follow_the_namespace_of_the_overlay(name: str, tmp_path: Path) 
     rendered = render.render(folder, "staging")
     assert [found["metadata"]["namespace"] for found in rendered.of("ScaledObject")] == ["staging"]
     assert list(monitoring_checks.scalers_ask_for_their_model(rendered)) == []
+
+
+def test_two_workers_need_no_patience() -> None:
+    """The one that stays takes over."""
+    rendered = overlay()
+    setting(rendered, "QUIRE_WORKER_WAIT_S", "30")
+    assert len(list(object_checks.lone_workers_are_waited_for(rendered))) == 1
+    get(rendered, "ScaledObject", "worker")["spec"]["minReplicaCount"] = 2
+    assert list(object_checks.lone_workers_are_waited_for(rendered)) == []
 
 
 def test_names_stand_once() -> None:
