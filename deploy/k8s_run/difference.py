@@ -5,7 +5,7 @@ which it is. A change without a rule is a difference that nobody explained: `une
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,25 @@ class Rule:
     path: str
     kind: str
     reason: str
+    allows: Callable[[Change], bool] = lambda change: True
+
+
+def _is_put_in_place(change: Change) -> bool:
+    """A variable from a Secret: its value in its place, or nothing where it is optional."""
+    reference = _secret_reference(change.before)
+    if reference is None:
+        return False
+    if change.after is None:
+        return bool(reference.get("optional"))
+    return bool(
+        change.after.keys() == {"name", "value"} and change.after["name"] == change.before["name"]
+    )
+
+
+def _secret_reference(entry: Any) -> Mapping[str, Any] | None:
+    """Of an entry of `env`; None if it is anything else."""
+    found = entry.get("valueFrom", {}).get("secretKeyRef") if isinstance(entry, Mapping) else None
+    return found if isinstance(found, Mapping) else None
 
 
 RULES = (
@@ -66,9 +85,10 @@ RULES = (
         reason="podman would remove containers that ran before the others while they seem to run",
     ),
     Rule(
-        path=r".*\.env\[.*\](\.valueFrom|\.value)?",
+        path=r".*\.env\[[^\]]*\]",
         kind=PODMAN,
         reason="podman reads a Secret's keys differently in each version: the value is put there",
+        allows=_is_put_in_place,
     ),
     Rule(
         path=r".*volumes\[\d+\]\.(secret|persistentVolumeClaim)",
@@ -111,8 +131,13 @@ IGNORED = {
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
-    """Every place that differs; a part that is missing on one side is one place."""
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
+    """Every place that differs; a part that is missing on one side is one place.
+
+    A variable that came from a Secret is one place, too: what it was decides what it may become.
+    """
+    if _secret_reference(before) is not None and before != after:
+        yield Change(path=path, before=before, after=after)
+    elif isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in (*before, *(k for k in after if k not in before)):
             below = f"{path}.{key}" if path else str(key)
             yield from changes(before.get(key), after.get(key), below)
@@ -133,7 +158,10 @@ def _keyed(path: str, entries: Sequence[Any]) -> dict[str, Any]:
 
 def rule_of(change: Change) -> Rule | None:
     """The first rule that explains it."""
-    return next((rule for rule in RULES if re.fullmatch(rule.path, change.path)), None)
+    return next(
+        (rule for rule in RULES if re.fullmatch(rule.path, change.path) and rule.allows(change)),
+        None,
+    )
 
 
 def of_pod(pod: pods.PlayedPod) -> list[Change]:
