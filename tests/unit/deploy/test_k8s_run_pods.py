@@ -188,6 +188,34 @@ def test_any_other_difference_is_told(
     assert str(path[-1]) in problem
 
 
+@pytest.mark.parametrize(
+    ("component", "name", "change"),
+    [
+        ("worker", "QUIRE_WORKER_ID", lambda entry: entry.update(value="x", valueFrom=None)),
+        ("worker", "QUIRE_WORKER_ID", lambda entry: entry.pop("valueFrom")),
+        ("worker", "QUIRE_WORKER_ID", None),
+        ("worker", "QUIRE_REDIS_URL", None),
+        ("worker", "QUIRE_REDIS_URL", lambda entry: entry.update(valueFrom={})),
+        ("worker", "NEW", lambda entry: entry.update(value="x")),
+    ],
+)
+def test_a_variable_differs_only_where_it_came_from_a_secret(
+    source: pods.Source, component: str, name: str, change: Any
+) -> None:
+    """One that is changed, dropped or added otherwise is told."""
+    pod = make(source, component)
+    entries = main(pod)["env"]
+    found = [entry for entry in entries if entry["name"] == name]
+    entry = found[0] if found else {"name": name}
+    entries[:] = [other for other in entries if other is not entry]
+    if change is not None:
+        change(entry)
+        entries.append(entry)
+    problems = difference.unexplained([pod])
+    assert problems
+    assert all(f"env[{name}]" in problem for problem in problems)
+
+
 def test_a_kind_of_which_nothing_is_said_is_told(source: pods.Source) -> None:
     new = {"kind": "CronJob", "metadata": {"name": "x"}}
     further = replace(source.rendered, manifests=(*source.rendered.manifests, new))
@@ -220,7 +248,10 @@ def test_what_the_run_wants_is_rendered_by_kubectl(tmp_path: Path, stub: bool) -
     found = variables(rendered, worker.containers[0])
     assert found.get("STUB_STEP_MS") == ("20" if stub else None)
     assert found.get("QUIRE_DETERMINISTIC") == (None if stub else "1")
-    assert (worker.containers[0]["image"] == images.STUB) is stub
+    assert worker.containers[0]["image"] == (images.STUB if stub else images.own("worker"))
+    for component in ("gateway", "scheduler"):
+        (container,) = source.workload(component).containers
+        assert container["image"] == images.own(component)
     assert source.workload("redis").containers[0]["image"] == images.OWN_REDIS
     assert difference.unexplained(every_pod(source)) == []
 
