@@ -126,8 +126,7 @@ class Gateway:
         host = self._settings.host
         listener = self.rest.listen(host, self._settings.port)
         self._listening("rest", int(listener.getsockname()[1]))
-        grpc_host = f"[{host}]" if ":" in host else host
-        self._listening("grpc", await self.grpc.start(grpc_host, self._settings.grpc_port))
+        self._listening("grpc", await self.grpc.start(host, self._settings.grpc_port))
         self._listening("ops", await self.ops.start(host, self._settings.ops_port))
         async with asyncio.TaskGroup() as group:
             tasks = [

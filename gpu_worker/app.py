@@ -24,7 +24,7 @@ from gpu_worker.ports import ModelRunner, RunnerInfo
 from gpu_worker.session import Sessions
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.token_hub import TokenHub
-from servicekit import grpc_server, logs, metrics, model_files, ops, redis_client
+from servicekit import grpc_server, listening, logs, metrics, model_files, ops, redis_client
 
 HEARTBEAT_S = 0.5
 REGISTER_S = 1.0
@@ -180,7 +180,7 @@ class Worker:
             return self._settings.worker_address
         host, name = self._settings.host, socket.gethostname()
         found = await address.own_addresses(name) if host in address.WILDCARDS else []
-        return f"{address.host_to_announce(host, name, found)}:{self.port}"
+        return listening.joined(address.host_to_announce(host, name, found), self.port)
 
     async def _register(self, redis: Redis, worker_id: str, record: bytes) -> None:
         reachable: bool | None = None

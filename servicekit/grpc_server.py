@@ -6,6 +6,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from servicekit import listening
+
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _KEEPALIVE = {
     "grpc.keepalive_time_ms": 10_000,
@@ -66,7 +68,7 @@ class Server:
     async def start(self, host: str, port: int) -> int:
         """Listens; raises OSError naming the address if it can't."""
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = self._server.add_insecure_port(listening.joined(host, port))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {host}:{port}") from error
         if bound == 0:

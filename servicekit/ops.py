@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from servicekit import listening
+
 
 class OpsServer:
     """GET /health (the loop turns), /health/ready (`ready()` says so), /metrics."""
@@ -43,7 +45,7 @@ class OpsServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listens and returns the port."""
-        listener = socket.create_server((host, port))
+        listener = listening.listen(host, port)
         bound = int(listener.getsockname()[1])
         self._task = asyncio.get_running_loop().create_task(self._serve(listener))
         return bound

@@ -23,6 +23,7 @@ from gateway.core.errors import (
     UnavailableError,
 )
 from gateway.rest.errors import body_of, to_json
+from servicekit import listening
 
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 128
@@ -189,8 +190,7 @@ class RestServer:
 
     def listen(self, host: str, port: int) -> socket.socket:
         """Binds; raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = listening.listen(host, port, backlog=BACKLOG)
         with contextlib.suppress(OSError):
             # Connections inherit it. Linux only; elsewhere the bound is TCP's own.
             option = getattr(socket, "TCP_USER_TIMEOUT", None)

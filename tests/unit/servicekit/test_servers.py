@@ -1,6 +1,7 @@
 """The plumbing around a process: gRPC servers and channels, the ops port, refusal of -O."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import Counter
 
 from deploy.local.options import ROOT
-from servicekit import grpc_server, metrics
+from servicekit import grpc_server, listening, metrics
 from servicekit.ops import OpsServer
 
 METHOD = "/test.Echo/Echo"
@@ -92,6 +93,37 @@ async def test_a_busy_port_is_named() -> None:
         await second.start("127.0.0.1", port)
     await first.stop(0)
     await second.stop(0)
+
+
+def _has_version_6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_version_6(), reason="this machine has no address of version 6")
+@pytest.mark.parametrize(("host", "dialled"), [("::1", ["[::1]"]), ("::", ["[::1]", "127.0.0.1"])])
+async def test_servers_listen_on_version_6(host: str, dialled: list[str]) -> None:
+    """On the wildcard for version 4 too: probes and neighbours may come by either."""
+    ops = OpsServer(metrics.new_registry(), lambda: True)
+    server = grpc_server.Server(lambda _: None, ())
+    port, grpc_port = await ops.start(host, 0), await server.start(host, 0)
+    for address in dialled:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            found = await client.get(f"http://{address}:{port}/health")
+            assert found.status_code == 200
+        async with grpc.aio.insecure_channel(f"{address}:{grpc_port}") as channel:
+            await asyncio.wait_for(channel.channel_ready(), 5)
+    await ops.stop()
+    await server.stop(0)
+
+
+def test_addresses_of_version_6_are_written_with_brackets() -> None:
+    assert listening.joined("::1", 9300) == "[::1]:9300"
+    assert listening.joined("[fd00::1]", 9300) == "[fd00::1]:9300"
+    assert listening.joined("10.0.0.1", 9300) == "10.0.0.1:9300"
 
 
 async def test_ops_port_tells_health_readiness_and_metrics() -> None:
