@@ -10,7 +10,7 @@ The host pool, for swapped KV blocks, is QUIRE_SWAP_SPACE_GIB, or by memory: an 
 at most, and no more than 4 GiB with a GPU, 1 GiB without. The KV cache of a CPU is
 QUIRE_KV_CACHE_GIB, or a quarter of the limit, 4 GiB at most; its pages and the pool's are taken as
 blocks are first written, so what fits at the start may not fit an hour later. The weights are
-MODEL_GIB of the ConfigMap model-source, beside the model's name.
+an annotation of the ConfigMap model-source, beside the model's name.
 """
 
 import re
@@ -32,6 +32,7 @@ _UNITS = {
     "": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
     "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
 }  # fmt: skip
+MODEL_GIB = "quire/model-gib"
 _MAXMEMORY = re.compile(r"^maxmemory (\d+)gb$", re.MULTILINE)
 
 
@@ -60,7 +61,7 @@ def _worker_fits(rendered: Rendered, work: Workload) -> Iterator[str]:
     if weights is None:
         # A bare base names a model of the hub and does not say how large it is.
         if not rendered.name.startswith("base"):
-            yield f"{work.name}: no MODEL_GIB in model-source says how large the model is"
+            yield f"{work.name}: no {MODEL_GIB} of model-source says how large the model is"
         weights = 0.0
     pool = float(found.get("QUIRE_SWAP_SPACE_GIB") or -1)
     pool = pool if pool >= 0 else min(limit * POOL_SHARE, POOL_MOST_GIB[kind])
@@ -86,8 +87,9 @@ def _total(parts: Mapping[str, float]) -> str:
 
 def _weights_gib(rendered: Rendered) -> float | None:
     for config in rendered.of("ConfigMap"):
-        if "MODEL_GIB" in config.get("data", {}):
-            return float(config["data"]["MODEL_GIB"])
+        annotations = config["metadata"].get("annotations") or {}
+        if MODEL_GIB in annotations:
+            return float(annotations[MODEL_GIB])
     return None
 
 

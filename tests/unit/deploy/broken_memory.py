@@ -1,7 +1,7 @@
 """What may be wrong with memory, each with the check that must find it and what it must say."""
 
 from deploy.k8s_check import memory_checks
-from tests.unit.deploy.manifests import Change, Check, container, get, setting
+from tests.unit.deploy.manifests import Change, Check, container, get, model_gib, setting
 
 BROKEN: list[tuple[Check, Change, str]] = [
     (
@@ -16,13 +16,13 @@ BROKEN: list[tuple[Check, Change, str]] = [
     ),
     (
         memory_checks.workers_fit_their_memory,
-        lambda r: get(r, "ConfigMap", "model-source")["data"].update(MODEL_GIB="65"),
+        lambda r: model_gib(r, "65"),
         "memory limit 32 GiB, but 1 x weights 65.00",
     ),
     (
         memory_checks.workers_fit_their_memory,
-        lambda r: get(r, "ConfigMap", "model-source")["data"].pop("MODEL_GIB"),
-        "no MODEL_GIB in model-source",
+        lambda r: model_gib(r, None),
+        "no quire/model-gib of model-source",
     ),
     # Without a GPU the cache is in the same memory, and weights are packed while both are there.
     (
@@ -37,7 +37,7 @@ BROKEN: list[tuple[Check, Change, str]] = [
     ),
     (
         memory_checks.volumes_hold_the_model,
-        lambda r: get(r, "ConfigMap", "model-source")["data"].update(MODEL_GIB="65"),
+        lambda r: model_gib(r, "65"),
         "PersistentVolumeClaim models: 50 GiB for a model of 65",
     ),
     (

@@ -57,6 +57,14 @@ def setting(rendered: Rendered, name: str, value: str) -> None:
     get(rendered, "ConfigMap", "quire")["data"][name] = value
 
 
+def model_gib(rendered: Rendered, size: str | None) -> None:
+    """Says another size of the model's weights, or none."""
+    annotations = get(rendered, "ConfigMap", "model-source")["metadata"]["annotations"]
+    del annotations["quire/model-gib"]
+    if size is not None:
+        annotations["quire/model-gib"] = size
+
+
 def rule(rendered: Rendered, name: str) -> dict[str, Any]:
     """An alert."""
     rules = get(rendered, "PrometheusRule", "quire")["spec"]["groups"][0]["rules"]
