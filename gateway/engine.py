@@ -7,6 +7,7 @@ deadlines. A request leaves the table at its end and its client's side reads wha
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,8 @@ from servicekit import logs
 SWEEP_S = 0.25
 RETRY_S = 0.5
 MAX_STRANGERS = 10_000
+# After a worker's stream has broken, until the scheduler can be taken to give it no more of ours.
+UNSUBSCRIBED_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,10 +226,14 @@ class Engine:
                 self._log.exception("feed_failed", request_id=live.public_id)
                 self._close(live, Terminal(reason=FinishReason.ERROR, code="internal_error"))
 
-    def on_gap(self, link: WorkerLink) -> None:
-        """Supersedes what this worker ran; requests without a token may have lost their first."""
+    def on_gap(self, link: WorkerLink, *, broken_since_s: float | None = None) -> None:
+        """Supersedes what this worker ran; requests without a token may have lost their first.
+
+        What was queued after the stream broke is left alone: the worker was not given it.
+        """
+        last_s = math.inf if broken_since_s is None else broken_since_s + UNSUBSCRIBED_S
         for live in list(self._live.values()):
-            if live.link is link or live.link is None:
+            if (live.link is link or live.link is None) and live.queued_s <= last_s:
                 # One without a token may have had its first there; most of them just wait.
                 self._supersede(live, "gap", counts=live.link is link)
 
@@ -417,12 +424,13 @@ class Engine:
         request = replace(
             live.queued, attempt=live.state.attempt, output_token_ids=list(live.state.tokens)
         )
+        queued_s = self._clock_s()
         try:
             live.admission = await self._queue.supersede(old, request)
         except UnavailableError:
             return
         self._to_supersede.pop(live, None)
-        live.superseding = False
+        live.superseding, live.queued_s = False, queued_s
         self._metrics.superseded.inc()
         if live.state.end is not None:
             # It ended while the script ran.

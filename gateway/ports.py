@@ -68,8 +68,8 @@ class EventSink(Protocol):
     def on_batch(self, batch: TokenBatch, link: WorkerLink) -> None:
         """Tokens have come."""
 
-    def on_gap(self, link: WorkerLink) -> None:
-        """Tokens of this worker are lost."""
+    def on_gap(self, link: WorkerLink, *, broken_since_s: float | None = None) -> None:
+        """Tokens of this worker are lost: of any time, or of until its stream broke for good."""
 
     def on_notice(self, notice: Notice) -> None:
         """A request has ended elsewhere."""

@@ -154,6 +154,7 @@ class Worker:
                 for task in (*tasks, failing):
                     task.cancel()
             await self._withdraw(redis, worker_id)
+            self._end_streams()
         finally:
             await server.stop(_STOP_GRACE_S)
             await redis.aclose()
@@ -233,6 +234,11 @@ class Worker:
             live_rows=self._executor.num_live_rows,
             unacknowledged_batches=self._hub.num_unacknowledged,
         )
+
+    def _end_streams(self) -> None:
+        """Tells gateways by the streams' orderly end that they have all, if nothing runs here."""
+        if self._executor.idle and not self._executor.num_live_rows and not self._failed.is_set():
+            self._hub.close()
 
     @staticmethod
     async def _until(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -27,10 +27,10 @@ from gpu_worker.session import (
     TooManyPlansError,
 )
 from gpu_worker.slot_table import ID_BYTES
-from gpu_worker.token_hub import HubFullError, StreamEndedError, TokenHub, TokenStream
+from gpu_worker.token_hub import AllSentError, HubFullError, StreamEndedError, TokenHub, TokenStream
 
 FIRST_MESSAGE_S = 5.0
-_MAX_GATEWAY_ID_CHARS = 128
+_MAX_GATEWAY_ID_BYTES = 128
 
 
 class BadRequestError(Exception):
@@ -191,7 +191,7 @@ class TokensService(worker_pb2_grpc.TokensServiceServicer):
             )
         finally:
             self._hub.unsubscribe(stream)
-        if failure is not None:
+        if failure is not None and not isinstance(failure, AllSentError):
             await _abort(context, failure)
 
     def _checked(self, message: object) -> Subscribe:
@@ -199,8 +199,8 @@ class TokensService(worker_pb2_grpc.TokensServiceServicer):
             raise BadRequestError("a Tokens stream begins with Subscribe")
         if len(message.reply_to) != ID_BYTES:
             raise BadRequestError("reply_to must have 16 bytes")
-        if not 0 < len(message.gateway_id) <= _MAX_GATEWAY_ID_CHARS:
-            raise BadRequestError(f"gateway_id must have 1 to {_MAX_GATEWAY_ID_CHARS} characters")
+        if not 0 < len(message.gateway_id.encode()) <= _MAX_GATEWAY_ID_BYTES:
+            raise BadRequestError(f"gateway_id must have 1 to {_MAX_GATEWAY_ID_BYTES} bytes")
         if message.incarnation != self._identity.incarnation:
             raise WrongIncarnationError("this is another incarnation of the worker")
         return message

@@ -31,6 +31,10 @@ class StreamEndedError(Exception):
     """The worker ends the stream; the gateway may subscribe again."""
 
 
+class AllSentError(StreamEndedError):
+    """The worker leaves, and the stream has sent all there was."""
+
+
 class HubFullError(Exception):
     """MAX_OUTBOXES gateways are connected."""
 
@@ -87,6 +91,12 @@ class TokenStream:
         self.outbox = outbox
         self._last_sent = last_sent
         self._end_reason: str | None = None
+        self._is_last = False
+
+    def end_when_sent(self) -> None:
+        """The writer will raise AllSentError once nothing is left to send."""
+        self._is_last = True
+        self.wake.set()
 
     def end(self, reason: str) -> None:
         """The writer will raise StreamEndedError."""
@@ -104,6 +114,8 @@ class TokenStream:
         new = itertools.islice(outbox.batches, skip, skip + _BATCHES_A_TURN)
         batches = list(enumerate(new, self._last_sent + 1))
         self._last_sent += len(batches)
+        if self._is_last and not batches:
+            raise AllSentError("the worker leaves")
         return batches
 
     def acknowledge(self, sequence: int) -> None:
@@ -187,6 +199,12 @@ class TokenHub:
             outbox.unused_since_s = self._clock_s()
             self._log.info("gateway unsubscribed", gateway=stream.gateway_id)
             self._tell_subscriptions()
+
+    def close(self) -> None:
+        """The worker leaves and will publish no more: open streams end in order."""
+        for outbox in self._outboxes.values():
+            if outbox.stream is not None:
+                outbox.stream.end_when_sent()
 
     def sweep(self) -> None:
         """Drops outboxes of gateways that have been gone for GONE_S. Call every few seconds."""

@@ -49,6 +49,7 @@ class TokensLink:
         self.replaced = False
         self.connected = False
         self._was_connected = False
+        self._told_all = False
         self._gateway_id = gateway_id
         self._reply_to = reply_to
         self._last_sequence = 0
@@ -98,9 +99,9 @@ class TokensLink:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(backoff_s * 2, LAST_BACKOFF_S)
         self._log.info("given_up", replaced=self.replaced)
-        if self._was_connected:
+        if self._was_connected and not self._told_all:
             # Its outbox is gone, and with it what it had sent into it and the scheduler has booked.
-            sink.on_gap(self)
+            sink.on_gap(self, broken_since_s=self._broken_since_s)
 
     async def _follow(self, call: _Call, sink: EventSink) -> None:
         """One stream from Subscribe to its break."""
@@ -119,12 +120,15 @@ class TokensLink:
             if gap is None:
                 return
             self.connected = self._was_connected = True
+            self._told_all = False
             self._log.info("stream_up", last_sequence=self._last_sequence, gap=gap)
             if gap:
                 sink.on_gap(self)
             sender = asyncio.get_running_loop().create_task(self._send(call))
             try:
                 await self._read(call, sink, expect_gap=gap)
+                # A worker ends a stream in order only when it leaves and has sent all it had.
+                self._told_all = True
             finally:
                 sender.cancel()
                 with contextlib.suppress(

@@ -24,13 +24,14 @@ class CancelsOnce:
 
     async def put(self, event: Event) -> None:
         """Passes the event on, but for a cancel that says nothing new."""
+        if isinstance(event, RequestCancelled) and event.request_id in self._passed:
+            return
+        await self._sink.put(event)
         if isinstance(event, RequestCancelled):
-            if event.request_id in self._passed:
-                return
+            # Not before: a put that is given up has told nobody, and the next word must pass.
             self._passed[event.request_id] = None
             if len(self._passed) > self._max_remembered:
                 del self._passed[next(iter(self._passed))]
-        await self._sink.put(event)
-        if isinstance(event, RequestArrived):
+        elif isinstance(event, RequestArrived):
             # Not before it is in the queue: a cancel that comes meanwhile may still get ahead.
             self._passed.pop(event.request_id, None)

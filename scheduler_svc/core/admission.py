@@ -27,7 +27,7 @@ from scheduler_svc.core.ready import Admit, CoreStats
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sharing import PrefixSharing
 from scheduler_svc.core.tenants import Tenant, Tenants
-from scheduler_svc.core.types import BlockId, WorkerId
+from scheduler_svc.core.types import MAX_ATTEMPT, BlockId, WorkerId
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
 
@@ -436,7 +436,8 @@ def _begin_emission(request: Request, worker: WorkerState) -> int:
     if request.emitted_by is not None:
         request.emit_from = request.emission_start(worker.session)
         if request.emitted_by != worker.session:
-            request.attempt += 1
+            # At the bound two workers share one until the core ends the request: see is_spent.
+            request.attempt = min(request.attempt + 1, MAX_ATTEMPT)
             request.num_moves += 1
     request.emitted_by = worker.session
     request.num_known_at_admission = len(request.token_ids)

@@ -7,6 +7,7 @@ from scheduler_svc.core.account import Account, WaitBook
 from scheduler_svc.core.lifecycle import Move, RequestState, after
 from scheduler_svc.core.tenants import Tenant
 from scheduler_svc.core.types import (
+    MAX_ATTEMPT,
     NO_SLOT,
     BlockHash,
     BlockId,
@@ -76,7 +77,8 @@ class Request:
     # The last block it is held back for, and what had changed so far when it had no room.
     held_for: BlockHash | None = None
     had_no_room_at: tuple[tuple[int, int], ...] | None = None
-    # Workers lost and steps failed since its last token.
+    # Workers lost in all; workers lost and steps failed since its last token.
+    num_workers_lost: int = 0
     num_losses: int = 0
     num_failed_steps: int = 0
     tokens_at_loss: int = -1
@@ -98,6 +100,11 @@ class Request:
     def sequence(self) -> int:
         """The how many'th arrival it was."""
         return self.rank[1]
+
+    @property
+    def is_spent(self) -> bool:
+        """Its next worker would need an attempt above MAX_ATTEMPT."""
+        return self.attempt + (self.emitted_by is not None) > MAX_ATTEMPT
 
     @property
     def num_output_tokens(self) -> int:
@@ -139,7 +146,7 @@ class Request:
         self.is_charged = old.is_charged
         self.waits, self.num_skips = old.waits, old.num_skips
         self.num_preemptions, self.num_swaps = old.num_preemptions, old.num_swaps
-        self.num_moves = old.num_moves
+        self.num_moves, self.num_workers_lost = old.num_moves, old.num_workers_lost
         self.preempted_ns, self.set_back_ns = old.preempted_ns, old.set_back_ns
         if len(old.token_ids) == old.tokens_at_loss:
             # What kills its workers must not begin to count anew by being asked for again.
@@ -167,6 +174,7 @@ class Request:
         """It has lost its worker: the how many'th one since its last token."""
         self._count_anew_after_a_token()
         self.num_losses += 1
+        self.num_workers_lost += 1
         return self.num_losses
 
     def count_failed_step(self) -> int:

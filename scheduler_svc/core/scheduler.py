@@ -81,6 +81,8 @@ class SchedulerCore:
         self._ended = EndedRequests()
         self._discards: list[str] = []
         self._given_up: list[WorkerId] = []
+        # Found since the last round to have no attempt left.
+        self._spent: list[Request] = []
         # Whether a request has been taken off its worker in this round of planning.
         self._has_yielded = False
         self._sharing = PrefixSharing(
@@ -137,9 +139,8 @@ class SchedulerCore:
                 if event.worker_id in self._workers:
                     self._workers[event.worker_id].gateway_ids = event.gateway_ids
             case GatewayLost():
-                for request in [
-                    r for r in self._requests.values() if r.gateway_id == event.gateway_id
-                ]:
+                gone = [r for r in self._requests.values() if r.gateway_id == event.gateway_id]
+                for request in gone:
                     self._finish(request, FinishReason.CANCELLED)
             case BecameLeader():
                 assert not self._workers, "an epoch begins without workers"
@@ -154,6 +155,7 @@ class SchedulerCore:
     def take_ready(self) -> Ready:
         """Plans every worker that has room for a plan, and hands out all that is to be done."""
         self._hand_over_from_draining()
+        self._end_spent()
         steps: list[StepPlan] = []
         for _ in range(2):
             self._has_yielded = False
@@ -236,9 +238,8 @@ class SchedulerCore:
         self._wait(request)
         self._deadlines.add(request)
         if request.prompt_len == 0:
-            self._finish(
-                request, FinishReason.REJECTED, notify=True, message="the prompt has no tokens"
-            )
+            message = "the prompt has no tokens"
+            self._finish(request, FinishReason.REJECTED, notify=True, message=message)
         elif request.num_output_tokens >= request.sampling.max_tokens:
             self._finish(request, FinishReason.LENGTH, notify=True)
         else:
@@ -246,15 +247,11 @@ class SchedulerCore:
 
     def _reject_if_never_fits(self, request: Request) -> None:
         workers = self._workers.values()
-        for worker in workers:
-            if worker.ever_fits(request):
-                return
-        if not workers:
+        if not workers or any(worker.ever_fits(request) for worker in workers):
             return
         largest = max(workers, key=lambda worker: worker.pool.num_blocks)
-        self._finish(
-            request, FinishReason.REJECTED, notify=True, message=explain.why_never(request, largest)
-        )
+        message = explain.why_never(request, largest)
+        self._finish(request, FinishReason.REJECTED, notify=True, message=message)
 
     def _cancelled(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
@@ -332,6 +329,8 @@ class SchedulerCore:
         request.attempt = attempt + 1
         request.emit_from = 0
         request.emitted_by = None
+        if request.is_spent:
+            self._spent.append(request)
 
     def _lost(self, worker_id: WorkerId) -> None:
         worker = self._workers.pop(worker_id, None)
@@ -374,8 +373,8 @@ class SchedulerCore:
         num_losses = request.count_loss()
         if num_losses >= _MAX_LOSSES_WITHOUT_TOKEN:
             message = f"the request lost its worker {num_losses} times without a token"
-        elif request.attempt >= self.config.max_attempts:
-            message = f"the request was tried {request.attempt} times"
+        elif request.num_workers_lost >= self.config.max_attempts:
+            message = f"the request was tried {request.num_workers_lost} times"
         else:
             return
         self._finish(request, FinishReason.ERROR, notify=True, message=message)
@@ -480,15 +479,20 @@ class SchedulerCore:
     def _wait(self, request: Request) -> None:
         self._waiting.add(request)
         request.waits.turn_to(Wait.TURN, self._now_ns)
+        if request.is_spent:
+            self._spent.append(request)
 
     def _end_stranded(self) -> None:
+        message = "no worker could take the request in time"
         for request in self._admission.find_stranded(self._now_ns):
-            self._finish(
-                request,
-                FinishReason.UNAVAILABLE,
-                notify=True,
-                message="no worker could take the request in time",
-            )
+            self._finish(request, FinishReason.UNAVAILABLE, notify=True, message=message)
+
+    def _end_spent(self) -> None:
+        for request in self._spent:
+            if request.state is not RequestState.FINISHED:
+                message = "the request has no attempt left"
+                self._finish(request, FinishReason.ERROR, notify=True, message=message)
+        self._spent.clear()
 
     def _wake_at_ns(self) -> int | None:
         wakes = [self._deadlines.next_ns(), self._admission.wake_at_ns(self._now_ns)]

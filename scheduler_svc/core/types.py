@@ -13,6 +13,8 @@ BlockHash = NewType("BlockHash", bytes)
 Slot = NewType("Slot", int)
 
 NO_SLOT = Slot(-1)
+# What queue entries and workers' messages can name.
+MAX_ATTEMPT = 2**31 - 1
 
 
 class FinishReason(enum.IntEnum):

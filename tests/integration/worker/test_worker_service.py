@@ -332,6 +332,10 @@ async def test_a_gateway_that_does_not_read_holds_up_nobody(make_bench: MakeBenc
         (worker_pb2.Subscribe(gateway_id="a", reply_to=b"short"), grpc.StatusCode.INVALID_ARGUMENT),
         (worker_pb2.Subscribe(gateway_id="", reply_to=GATEWAY_A), grpc.StatusCode.INVALID_ARGUMENT),
         (
+            worker_pb2.Subscribe(gateway_id="€" * 43, reply_to=GATEWAY_A),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (
             worker_pb2.Subscribe(gateway_id="a", reply_to=GATEWAY_A, incarnation=1),
             grpc.StatusCode.FAILED_PRECONDITION,
         ),
@@ -401,6 +405,8 @@ async def test_drain_waits_for_rows_and_for_the_gateways(make_bench: MakeBench) 
     await gateway.read(3)
     await gateway.acknowledge()
     assert await bench.exit_code() == 0
+    # The gateway has all there was: nothing of its own is in doubt.
+    assert await status_of(gateway.call) is grpc.StatusCode.OK
 
 
 async def test_drain_does_not_wait_longer_than_drain_s(make_bench: MakeBench) -> None:
@@ -409,9 +415,14 @@ async def test_drain_does_not_wait_longer_than_drain_s(make_bench: MakeBench) ->
     await scheduler.open()
     await scheduler.send(script.plan(admits=[make_admit()], schedule=[(0, 5)]))
     await scheduler.results(1)
+    gateway = await bench.subscribed()
     bench.stop.set()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(5):
+        await gateway.read()
+        await gateway.acknowledge()
         assert await bench.exit_code() == 0
+    # A row has not ended, so a step may have been computed that nobody heard of.
+    assert await status_of(gateway.call) is not grpc.StatusCode.OK
 
 
 async def test_a_broken_device_is_told_and_ends_the_process(make_bench: MakeBench) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from gpu_worker import token_hub
 from gpu_worker.messages import Subscribe, TokenBatch, TokenLogprobs
-from gpu_worker.token_hub import HubFullError, StreamEndedError, TokenHub, TokenStream
+from gpu_worker.token_hub import AllSentError, HubFullError, StreamEndedError, TokenHub, TokenStream
 from servicekit.logs import get_logger
 from tests.stub_worker.fake_runner import fake_logprobs
 from tests.worker_builders import GATEWAY_A, GATEWAY_B
@@ -295,3 +295,13 @@ def test_every_batch_arrives_once_and_in_order_while_the_bound_holds(actions: li
     while len(received) < num_published:
         receive(num_published)
     assert received == list(range(num_published))
+
+
+def test_a_hub_that_closes_lets_its_streams_send_all_before_they_end() -> None:
+    bench = Bench()
+    stream = bench.subscribe()
+    bench.publish(10, 11)
+    bench.hub.close()
+    assert [sequence for sequence, _ in stream.next_batches()] == [1, 2]
+    with pytest.raises(AllSentError):
+        stream.next_batches()

@@ -1,5 +1,7 @@
 """Of a client's departure the core hears once, though the queue and all workers tell it."""
 
+import asyncio
+
 from scheduler_svc.adapters.cancels import CancelsOnce
 from scheduler_svc.core.events import Event, RequestCancelled, Tick
 from scheduler_svc.core.types import RequestId
@@ -11,8 +13,11 @@ class Sink:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.full = False
 
     async def put(self, event: Event) -> None:
+        if self.full:
+            await asyncio.get_running_loop().create_future()
         self.events.append(event)
 
 
@@ -46,6 +51,20 @@ async def test_a_request_that_comes_again_can_be_cancelled_again() -> None:
     first, again = make_request("a"), make_request("a", attempt=2)
     events: list[Event] = [first, cancel(), again, cancel()]
     assert await passed(*events) == events
+
+
+async def test_a_put_that_is_given_up_swallows_nothing() -> None:
+    """A session that is cut while the queue is full has told nobody: the next word passes."""
+    sink = Sink()
+    once = CancelsOnce(sink)
+    sink.full = True
+    putting = asyncio.get_running_loop().create_task(once.put(cancel()))
+    await asyncio.sleep(0)
+    putting.cancel()
+    await asyncio.wait({putting})
+    sink.full = False
+    await once.put(cancel())
+    assert sink.events == [cancel()]
 
 
 async def test_all_else_passes() -> None:

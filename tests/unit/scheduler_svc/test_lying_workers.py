@@ -294,10 +294,7 @@ def group(**fields: Any) -> worker_pb2.CacheGroup:
     [
         {"refused": worker_pb2.Refused(highest_epoch=2**52 + 1)},
         {"cancels": worker_pb2.Cancels(request_ids=[b""] * (2**16 + 1))},
-        {"subscriptions": worker_pb2.Subscriptions(gateway_ids=[LONG])},
-        {"subscriptions": worker_pb2.Subscriptions(gateway_ids=[""])},
         {"subscriptions": worker_pb2.Subscriptions(gateway_ids=["g"] * 4097)},
-        {"snapshot": worker_pb2.Snapshot(gateway_ids=[LONG])},
         {"snapshot": worker_pb2.Snapshot(slots=[worker_pb2.SlotState(request_id=b"x" * 17)])},
         {
             "snapshot": worker_pb2.Snapshot(
@@ -321,6 +318,17 @@ def group(**fields: Any) -> worker_pb2.CacheGroup:
 def test_a_message_out_of_its_bounds_is_refused(message: dict[str, Any]) -> None:
     with pytest.raises(codec.MalformedError):
         codec.decode_worker_message(worker_pb2.SessionResponse(**message).SerializeToString())
+
+
+def test_a_strangers_name_costs_the_worker_that_hears_it_nothing() -> None:
+    """Anybody may subscribe under any name; no gateway has such a one."""
+    names = ["a", "", "€" * 86, LONG]
+    for said in (
+        worker_pb2.SessionResponse(subscriptions=worker_pb2.Subscriptions(gateway_ids=names)),
+        worker_pb2.SessionResponse(snapshot=worker_pb2.Snapshot(gateway_ids=names)),
+    ):
+        heard: Any = codec.decode_worker_message(said.SerializeToString())
+        assert heard.gateway_ids == frozenset("a")
 
 
 def decoded_hello(hello: worker_pb2.Hello) -> Any:
