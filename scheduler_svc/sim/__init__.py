@@ -7,8 +7,8 @@ workers, two gateways, a Redis and their clients in one thread. What runs in it 
                worker's replica, executor, sessions and token hub behind its two streams; the
                gateway's engine with stream assembly, token streams and queue; all codecs
     modelled   the clock (loop.py), streams and their breaks (network.py), Redis and its scripts
-               (redis_model.py), the device and its memory (device.py), processes that pause and
-               die (loop.py), clients (clients.py)
+               (redis_*.py), the device and its memory (device.py), processes that pause and die
+               (loop.py), clients (clients.py)
 
 The services' own asyncio code runs under an event loop whose time jumps to the next timer. Each
 process has a context by which the loop knows whose turn it is, so that one can be paused or killed

@@ -103,9 +103,11 @@ class SimRunner:
         self._loop = loop
         self._spec = spec
         self._script_of = script_of
-        self.slowness = 1.0
+        # Factors by which it is slower than it should be; the largest counts.
+        self.slowed: list[float] = []
         self.ahead_s = 0.0
-        self.num_poisoned_steps = 0
+        # Requests whose poison has worked here, by seed.
+        self.poisoned: set[int] = set()
         self.num_blocks_checked = 0
         size = spec.block_size
         self._device = [[_SPOILT] * size for _ in range(spec.num_blocks)]
@@ -136,6 +138,11 @@ class SimRunner:
             swap_in_gb_per_s=spec.swap_bytes_per_s / 1e9 if spec.num_host_blocks else 0.0,
         )
 
+    @property
+    def slowness(self) -> float:
+        """1 for a device in order."""
+        return max(self.slowed, default=1.0)
+
     def now_s(self) -> float:
         """The device's clock."""
         return self._loop.time() + self.ahead_s
@@ -153,7 +160,7 @@ class SimRunner:
                 raise self._violated("rows are of requests", f"no request has slot {row.slot}'s")
             self._compute(row, script)
             if script.poison and row.samples:
-                self.num_poisoned_steps += 1
+                self.poisoned.add(row.sampling.seed)
                 if script.poison == "step":
                     raise RuntimeError("poison: the step can't be computed")
                 if script.poison == "device":

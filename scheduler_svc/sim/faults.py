@@ -1,9 +1,10 @@
 """What goes wrong in a world, by seed, and whether it took effect.
 
-A fault is drawn, begins, and is mended after a while, at the latest when the world heals. It counts
-under its kind only if it changed something: a message was dropped, a stream broke, a step was under
-way where its worker died, a command failed. KINDS names them all; a run over many seeds in which
-one of them never took effect has tested less than it says.
+A fault is drawn, begins, and is mended after a while, at the latest when the world heals; others of
+its kind that go on are left as they are. It counts under its kind only if it changed something
+itself: it dropped a message, held one back, broke a stream, failed a command, let a key run out, or
+a step was under way where it killed a worker, a request open where it killed a leader. KINDS names
+them all; a run over many seeds in which one of them never took effect has tested less than it says.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from quire.v1 import worker_pb2
 
+from scheduler_svc.sim.redis_trouble import Outage
 from scheduler_svc.sim.worker import SESSION
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ class Faults:
 
         world.network.tamper(worker.name, tamper)
         await asyncio.sleep(1.0)
-        world.network.tamper(worker.name, None)
+        world.network.tamper_no_more(worker.name, tamper)
         return bool(done)
 
     async def _worker_dies(self) -> bool:
@@ -132,9 +134,11 @@ class Faults:
         if not worker.alive:
             return False
         now, before = worker.now, worker.now.executor.num_steps
-        now.runner.slowness = self._random.choice((3.0, 10.0, 60.0, 200.0))
+        slowness = self._random.choice((3.0, 10.0, 60.0, 200.0))
+        now.runner.slowed.append(slowness)
         await asyncio.sleep(self._seconds(0.3, 2.0))
-        now.runner.slowness = 1.0
+        if slowness in now.runner.slowed:
+            now.runner.slowed.remove(slowness)
         return now.executor.busy or now.executor.num_steps > before
 
     async def _cut(self, side: str, *, silent: bool) -> bool:
@@ -142,44 +146,45 @@ class Faults:
         worker = self._random.choice(world.workers)
         others = world.schedulers if side == "scheduler" else world.gateways
         other = self._random.choice([one.name for one in others])
+        link = world.network.link(worker.name, other)
+        num_held = link.num_held
         num_hit = world.network.cut(worker.name, other, silent=silent)
         await asyncio.sleep(self._seconds(0.05, 4.0))
-        world.network.heal(worker.name, other)
-        return num_hit > 0
+        num_held = link.num_held - num_held
+        world.network.heal(worker.name, other, silent=silent)
+        return num_held > 0 if silent else num_hit > 0
 
     # Redis
 
     async def _redis_away(self, *, hangs: bool) -> bool:
-        redis = self._world.redis
-        before = redis.num_failed
-        redis.go(hangs=hangs)
+        outage = Outage(hangs=hangs)
+        self._world.redis.go(outage)
         await asyncio.sleep(self._seconds(0.1, 4.0))
-        redis.away = redis.hangs = False
-        return redis.num_failed > before
+        self._world.redis.trouble.end(outage)
+        return outage.num_hit > 0
 
     async def _answer_lost(self) -> bool:
-        redis = self._world.redis
-        before = redis.num_failed
-        redis.num_answers_to_lose += self._random.randint(1, 4)
+        trouble = self._world.redis.trouble
+        lost = trouble.lose(self._random.randint(1, 4))
         await asyncio.sleep(0.5)
-        redis.num_answers_to_lose = 0
-        return redis.num_failed > before
+        trouble.lose_no_more(lost)
+        return lost.num_hit > 0
 
     async def _leader_cut_off(self) -> bool:
         leader = self._world.leader
         if leader is None:
             return False
         redis, epoch = self._world.redis, leader.now.epoch
-        redis.cut_off.add(leader.name)
+        outage = Outage(process=leader.name)
+        redis.go(outage)
         await asyncio.sleep(self._seconds(1.0, 4.0))
-        redis.cut_off.discard(leader.name)
-        return self._world.highest_epoch > epoch
+        redis.trouble.end(outage)
+        return outage.num_hit > 0 and self._world.highest_epoch > epoch
 
     async def _clock_jump(self) -> bool:
         # Backwards it makes a dead leader's lease live on for as long.
         seconds = self._random.choice((-5, -1, 1, 3, 10, 60))
-        self._world.redis.jumped_ms += seconds * 1000
-        return True
+        return self._world.redis.jump(seconds) > 0
 
     # Schedulers and clients
 
@@ -198,8 +203,10 @@ class Faults:
         leader = self._world.leader
         if leader is None:
             return False
+        view = leader.now.view
+        busy = view is not None and view.num_waiting + view.num_running + view.num_swapped > 0
         leader.die(self._seconds(0.2, 3.0))
-        return True
+        return busy
 
     async def _cancel_storm(self) -> bool:
         clients = self._world.clients

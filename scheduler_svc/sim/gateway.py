@@ -23,7 +23,7 @@ from gateway.ports import Sources
 from scheduler_svc.sim.device import ViolationError
 from scheduler_svc.sim.loop import Process, VirtualLoop
 from scheduler_svc.sim.network import Network
-from scheduler_svc.sim.redis_model import RedisClient
+from scheduler_svc.sim.redis_clients import RedisClient
 from servicekit.metrics import new_registry
 
 START_RETRY_S = 0.5

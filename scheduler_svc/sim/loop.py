@@ -54,8 +54,8 @@ class Process:
 
     def __init__(self, loop: "VirtualLoop", name: str) -> None:
         self.name = name
-        self.paused = False
         self.dead = False
+        self._num_pauses = 0
         self._loop = loop
         self._parked: deque[asyncio.Handle] = deque()
         self._context = copy_context()
@@ -77,18 +77,26 @@ class Process:
         """What is scheduled with a copy of this belongs to the process."""
         return self._context
 
-    def pause(self) -> None:
-        """Stands still from now on. Its clock goes on."""
-        self.paused = True
+    @property
+    def paused(self) -> bool:
+        """Somebody has paused it."""
+        return self._num_pauses > 0
 
-    def resume(self) -> None:
+    def pause(self) -> None:
+        """Stands still from now on, until it is resumed as often. Its clock goes on."""
+        self._num_pauses += 1
+
+    def resume(self, *, whoever_paused: bool = False) -> None:
         """What became due meanwhile is done now, in order."""
-        if self.paused and not self.dead:
+        if not self.paused or self.dead:
+            return
+        self._num_pauses = 0 if whoever_paused else self._num_pauses - 1
+        if not self._num_pauses:
             self.revive()
 
     def kill(self) -> None:
         """Ends it where it stands."""
-        self.dead, self.paused = True, False
+        self.dead, self._num_pauses = True, 0
 
     def park(self, handle: asyncio.Handle) -> None:
         """Keeps a callback of a process that does not run."""
@@ -96,7 +104,7 @@ class Process:
 
     def revive(self) -> None:
         """For the end of a world: what was left undone may end."""
-        self.dead = self.paused = False
+        self.dead, self._num_pauses = False, 0
         self._loop.put_first(self._parked)
         self._parked.clear()
 

@@ -37,12 +37,28 @@ class Method:
 
 
 class Link:
-    """Between two processes, by their names."""
+    """Between two processes, by their names. A cut that ends leaves the others."""
 
     def __init__(self) -> None:
-        self.down = False
-        self.silent = False
+        self.num_resets = 0
+        self.num_silences = 0
+        self.num_held = 0
         self.held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    @property
+    def down(self) -> bool:
+        """Streams break, dialling fails."""
+        return self.num_resets > 0
+
+    @property
+    def silent(self) -> bool:
+        """Nothing passes."""
+        return self.num_silences > 0
+
+    def hold(self, function: Callable[..., None], *args: Any) -> None:
+        """It comes when nothing is silent any more."""
+        self.num_held += 1
+        self.held.append((function, args))
 
 
 class _Pipe:
@@ -63,7 +79,7 @@ class _Pipe:
 
     def _arrive(self, raw: bytes) -> None:
         if self._link.silent:
-            self._link.held.append((self._arrive, (raw,)))
+            self._link.hold(self._arrive, raw)
             return
         self._arrived.append(raw)
         self.wake()
@@ -175,7 +191,7 @@ class _Call:
     def _pass_on(self, function: Callable[..., None], *args: Any) -> None:
         """To the other side, after what was sent before; not at all over a dead link."""
         if self.link.silent:
-            self.link.held.append((function, args))
+            self.link.hold(function, *args)
         else:
             loop, network = self._network.loop, self._network
             when_s = max(self.to_client._due_s, loop.time() + network.latency_s())
@@ -283,7 +299,7 @@ class Network:
         self._random = random
         self._links: dict[tuple[str, str], Link] = {}
         self._servers: dict[str, tuple[Process, dict[str, Method]]] = {}
-        self._tampers: dict[str, Tamper] = {}
+        self._tampers: dict[str, list[Tamper]] = {}
 
     def latency_s(self) -> float:
         """0.2 to 1 ms, mostly."""
@@ -310,7 +326,7 @@ class Network:
 
     def _connect(self, call: _Call, address: str, path: str) -> None:
         if call.link.silent:
-            call.link.held.append((self._connect, (call, address, path)))
+            call.link.hold(self._connect, call, address, path)
             return
         process, methods = self._servers.get(address, (None, {}))
         if call.link.down or process is None or process.dead:
@@ -331,25 +347,33 @@ class Network:
         link = self.link(one, other)
         hit = self.calls_between(one, other)
         if silent:
-            link.silent = True
+            link.num_silences += 1
         else:
-            link.down = True
+            link.num_resets += 1
             for call in hit:
                 call.break_off("connection reset")
         return len(hit)
 
-    def heal(self, one: str, other: str) -> None:
-        """What a silent link held comes now."""
+    def heal(self, one: str, other: str, *, silent: bool) -> None:
+        """Takes back one cut. What a silent link held comes with the last one's end."""
         link = self.link(one, other)
-        link.down = link.silent = False
+        if silent:
+            link.num_silences = max(link.num_silences - 1, 0)
+        else:
+            link.num_resets = max(link.num_resets - 1, 0)
+        if not link.silent:
+            self._deliver(link)
+
+    def _deliver(self, link: Link) -> None:
         held, link.held = link.held, []
         for function, args in held:
             function(*args)
 
     def heal_all(self) -> None:
         """Every link."""
-        for one, other in list(self._links):
-            self.heal(one, other)
+        for link in list(self._links.values()):
+            link.num_resets = link.num_silences = 0
+            self._deliver(link)
         self._tampers.clear()
 
     def died(self, address: str) -> None:
@@ -364,14 +388,22 @@ class Network:
             if call._channel.client == client:
                 call.break_off("connection reset by peer")
 
-    def tamper(self, server: str, tamper: Tamper | None) -> None:
-        """What happens from now on to messages of this server."""
-        if tamper is None:
-            self._tampers.pop(server, None)
-        else:
-            self._tampers[server] = tamper
+    def tamper(self, server: str, tamper: Tamper) -> None:
+        """What happens from now on to messages of this server, after what is done already."""
+        self._tampers.setdefault(server, []).append(tamper)
+
+    def tamper_no_more(self, server: str, tamper: Tamper) -> None:
+        """The others go on."""
+        if tamper in self._tampers.get(server, ()):
+            self._tampers[server].remove(tamper)
 
     def tampered(self, channel: SimChannel, path: str, raw: bytes) -> list[tuple[bytes, float]]:
         """The messages that go out in the place of one."""
-        tamper = self._tampers.get(channel.server)
-        return [(raw, 0.0)] if tamper is None else tamper(path, raw)
+        parts = [(raw, 0.0)]
+        for tamper in self._tampers.get(channel.server, ()):
+            parts = [
+                (new, late_s + more_s)
+                for part, late_s in parts
+                for new, more_s in tamper(path, part)
+            ]
+        return parts

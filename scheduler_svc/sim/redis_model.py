@@ -1,13 +1,12 @@
-"""Redis as Quire uses it: a model of the server, and clients that stand for redis.asyncio.Redis.
+"""Redis as Quire uses it: a model of the server. Its clients are in redis_clients.py.
 
 Modelled: strings with a time to live, streams with one consumer group, sorted sets and hashes as
 far as the registries and the backlog need them, a channel, the clock (which can jump), and every
 script by a function of the same effect. Scripts are found by their text, so that one that is
 changed without its model is a KeyError and no silent difference.
 
-A command takes a moment and is then done at once. While the server is away commands fail at once or
-hang until their time is over, and a command may be done although its answer is lost. Not modelled:
-a server that comes back without its last writes.
+A key that has run out is gone at the next look at it. Not modelled: a server that comes back
+without its last writes; a stream's cap is exact, which Redis' own is not.
 """
 
 import asyncio
@@ -16,17 +15,15 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gateway.adapters import queue_redis
 from scheduler_svc.adapters import redis_scripts
 from scheduler_svc.sim.loop import VirtualLoop
+from scheduler_svc.sim.redis_trouble import Outage, Trouble
 from servicekit import redis_client
 
 EPOCH_MS = 1_800_000_000_000
-HANG_S = 2.0
 _StreamId = tuple[int, int]
 
 
@@ -49,12 +46,9 @@ class RedisServer:
         self.loop = loop
         self.random = random
         self.jumped_ms = 0
-        self.away = False
-        self.hangs = False
-        # Names of processes whose commands fail, and how many answers are to get lost.
-        self.cut_off: set[str] = set()
-        self.num_answers_to_lose = 0
-        self.num_failed = 0
+        self.trouble = Trouble()
+        # Until when keys other than strings live, if not for ever.
+        self._until_ms: dict[str, int] = {}
         self._strings: dict[str, tuple[bytes, int | None]] = {}
         self._streams: dict[str, _Stream] = {}
         self._members: dict[str, dict[str, int]] = {}
@@ -78,23 +72,29 @@ class RedisServer:
         """Of the server's clock."""
         return EPOCH_MS + self.jumped_ms + int(self.loop.time() * 1000)
 
-    def fails(self, client: str) -> bool:
-        """A command of this process would fail now."""
-        return self.away or client in self.cut_off
+    def jump(self, seconds: int) -> int:
+        """The clock jumps. Returns how many keys that lived have run out by it."""
+        before_ms = self.now_ms
+        self.jumped_ms += seconds * 1000
+        lives = [until_ms for _, until_ms in self._strings.values() if until_ms is not None]
+        lives += self._until_ms.values()
+        return sum(before_ms < until_ms <= self.now_ms for until_ms in lives)
 
-    def go(self, *, hangs: bool) -> None:
-        """Away; who waits for an answer is told."""
-        self.away, self.hangs = True, hangs
+    def go(self, outage: Outage) -> None:
+        """An outage begins; who waits for an entry is told."""
+        self.trouble.begin(outage)
         for stream in self._streams.values():
             _wake(stream)
 
     def num_entries(self, key: str) -> int:
         """Length of a stream."""
-        return len(self._streams[key].entries) if key in self._streams else 0
+        stream = self._stream(key)
+        return len(stream.entries) if stream else 0
 
     def num_pending(self, key: str) -> int:
         """Entries that the group has read and nobody has acknowledged."""
-        return len(self._streams[key].pending) if key in self._streams else 0
+        stream = self._stream(key)
+        return len(stream.pending) if stream else 0
 
     def eval(self, script: str, num_keys: int, *args: Any) -> Any:
         """Runs the model of a script."""
@@ -123,10 +123,30 @@ class RedisServer:
         """All of them."""
         return [self.get(key) for key in keys]
 
+    # The life of other keys
+
+    def _live_for(self, key: str, ttl_ms: int) -> None:
+        self._until_ms[key] = self.now_ms + ttl_ms
+
+    def _expire(self, key: str) -> None:
+        """Drops a key that has run out; who waits for a stream's next entry goes on waiting."""
+        if self._until_ms.get(key, self.now_ms + 1) > self.now_ms:
+            return
+        del self._until_ms[key]
+        self._hashes.pop(key, None)
+        self._members.pop(key, None)
+        if key in self._streams:
+            self._streams[key] = _Stream(waiters=self._streams[key].waiters)
+
+    def _stream(self, key: str) -> _Stream | None:
+        self._expire(key)
+        return self._streams.get(key)
+
     # Registries, the backlog, the channel
 
     def zrange(self, key: str) -> list[bytes]:
         """Members by expiry."""
+        self._expire(key)
         members = self._members.get(key, {})
         return [name.encode() for name in sorted(members, key=lambda m: (members[m], m))]
 
@@ -160,6 +180,7 @@ class RedisServer:
 
     def xadd(self, key: str, fields: list[Any]) -> bytes:
         """The new entry's id."""
+        self._expire(key)
         stream = self._streams.setdefault(key, _Stream())
         last_ms, last_number = stream.last_id
         now_ms = self.now_ms
@@ -171,7 +192,7 @@ class RedisServer:
 
     def after(self, key: str, last: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """Entries after an id."""
-        stream = self._streams.get(key)
+        stream = self._stream(key)
         if stream is None:
             return []
         after = _id(last)
@@ -183,6 +204,11 @@ class RedisServer:
         future: asyncio.Future[None] = self.loop.create_future()
         self._streams.setdefault(key, _Stream()).waiters.append(future)
         return future
+
+    def _trim(self, key: str, max_len: int) -> None:
+        entries = self._streams[key].entries
+        for entry_id in list(entries)[: max(len(entries) - max_len, 0)]:
+            del entries[entry_id]
 
     def _remove(self, key: str, ids: Sequence[Any]) -> None:
         stream = self._streams.get(key)
@@ -203,7 +229,7 @@ class RedisServer:
         stream = self._streams.get(keys[1])
         if stream is None or not stream.has_group:
             raise ResponseError("NOGROUP No such key or consumer group")
-        count, after = int(args[3]), _text(args[4])
+        count, after = int(args[3]), text(args[4])
         if after == ">":
             ids = [i for i in stream.entries if i > stream.delivered][:count]
             stream.pending.update(dict.fromkeys(ids))
@@ -219,7 +245,12 @@ class RedisServer:
         count = int(args[4])
         notices = args[5 + count :]
         for index, notice in zip(notices[::2], notices[1::2], strict=True):
-            self.xadd(keys[int(index) - 1], ["notice", notice])
+            key = keys[int(index) - 1]
+            self.xadd(key, ["notice", notice])
+            self._trim(key, int(args[2]))
+            self._live_for(key, int(args[3]))
+        if not count:
+            raise ResponseError("wrong number of arguments for 'xack' command")
         self._remove(keys[1], args[5 : 5 + count])
         return [1]
 
@@ -227,7 +258,8 @@ class RedisServer:
         if (refusal := self._refusal(keys[0], args[0])) is not None:
             return refusal
         names = ("requests", "tokens", "tokens_per_s")
-        self._hashes[keys[1]] = dict(zip(names, map(_text, args[1:4]), strict=True))
+        self._hashes[keys[1]] = dict(zip(names, map(text, args[1:4]), strict=True))
+        self._live_for(keys[1], int(args[4]))
         return [1]
 
     def _held_by_another(self, lease: str, holder: Any) -> bool:
@@ -269,6 +301,7 @@ class RedisServer:
     # Scripts of the gateway and of the registries
 
     def _admit(self, keys: list[str], args: list[Any]) -> list[Any]:
+        self._expire(keys[1])
         backlog = self._hashes.get(keys[1], {})
         waiting, rate = backlog.get("tokens", "0"), backlog.get("tokens_per_s", "0")
         if self.num_entries(keys[0]) + (len(args) - 4) // 2 > int(args[0]):
@@ -279,195 +312,34 @@ class RedisServer:
         for entry, life_ms in zip(args[4::2], args[5::2], strict=True):
             deadline = str(self.now_ms + int(life_ms)).encode()
             admitted += [self.xadd(keys[0], ["entry", entry, "deadline_ms", deadline]), deadline]
-        self.publish(_text(args[3]))
+        self.publish(text(args[3]))
         return admitted
 
     def _supersede(self, keys: list[str], args: list[Any]) -> bytes:
         self._remove(keys[0], args[:1])
         new = self.xadd(keys[0], ["entry", args[1], "deadline_ms", str(args[2])])
-        self.publish(_text(args[4]))
+        self.publish(text(args[4]))
         return new
 
     def _announce(self, keys: list[str], args: list[Any]) -> int:
-        member, record, ttl_ms = _text(args[0]), args[1], int(args[2])
+        member, record, ttl_ms = text(args[0]), args[1], int(args[2])
         self.set(keys[0], record, ttl_ms)
+        self._expire(keys[1])
         members = self._members.setdefault(keys[1], {})
         members[member] = self.now_ms + ttl_ms
         for old in [m for m, until_ms in members.items() if until_ms <= self.now_ms - 60_000]:
             del members[old]
+        self._live_for(keys[1], 600_000)
         return 1
-
-
-class RedisClient:
-    """What redis.asyncio.Redis is to Quire, for one process."""
-
-    def __init__(self, server: RedisServer, process: str) -> None:
-        self._server = server
-        self._process = process
-
-    async def _command(self, function: Callable[..., Any], *args: Any) -> Any:
-        server = self._server
-        await asyncio.sleep(0.0002 + 0.0008 * server.random.random() ** 3)
-        if server.fails(self._process):
-            server.num_failed += 1
-            if server.hangs:
-                await asyncio.sleep(HANG_S)
-                raise RedisTimeoutError("Timeout reading from socket")
-            raise RedisConnectionError("Connection refused")
-        answer = function(*args)
-        if server.num_answers_to_lose:
-            server.num_answers_to_lose -= 1
-            server.num_failed += 1
-            raise RedisConnectionError("Connection closed by server")
-        return answer
-
-    async def eval(self, script: str, num_keys: int, *args: Any) -> Any:
-        """A script."""
-        return await self._command(self._server.eval, script, num_keys, *args)
-
-    def register_script(self, script: str) -> Callable[..., Any]:
-        """A script to call with `keys` and `args`."""
-
-        async def call(keys: Sequence[str], args: Sequence[Any]) -> Any:
-            return await self.eval(script, len(keys), *keys, *args)
-
-        return call
-
-    async def config_get(self, _: str) -> dict[str, str]:
-        """Nothing is ever evicted."""
-        return dict(await self._command(lambda: {"maxmemory-policy": "noeviction"}))
-
-    async def xgroup_create(self, key: str, _: str, **__: Any) -> None:
-        """The group."""
-        await self._command(self._server.xgroup_create, key)
-
-    async def zrange(self, key: str, _: int, __: int) -> Any:
-        """All members."""
-        return await self._command(self._server.zrange, key)
-
-    async def mget(self, keys: Sequence[str]) -> Any:
-        """Values."""
-        return await self._command(self._server.mget, keys)
-
-    async def delete(self, key: str) -> Any:
-        """One key less."""
-        return await self._command(self._server.delete, key)
-
-    async def xread(self, streams: dict[str, Any], count: int, block: int) -> Any:
-        """New entries of one stream, within `block` milliseconds."""
-        [(key, last)] = streams.items()
-        server = self._server
-        found: list[Any] = []
-        until_s = server.loop.time() + block / 1000
-        while not found:
-            found = await self._command(server.after, key, _text(last), count)
-            left_s = until_s - server.loop.time()
-            if found or left_s <= 0:
-                break
-            waiter = server.waiter(key)
-            timer = server.loop.call_later(left_s, _resolve, waiter)
-            await waiter
-            timer.cancel()
-        return [[key.encode(), found]] if found else []
-
-    def pubsub(self, **_: Any) -> "_PubSub":
-        """A subscription."""
-        return _PubSub(self._server, self._process)
-
-    def pipeline(self, **_: Any) -> "_Pipeline":
-        """Commands that are done together."""
-        return _Pipeline(self)
-
-    async def aclose(self) -> None:
-        """There is nothing to close."""
-
-
-class _PubSub:
-    """Of one channel."""
-
-    def __init__(self, server: RedisServer, process: str) -> None:
-        self._server = server
-        self._process = process
-        self._channel = ""
-        self._event: asyncio.Event | None = None
-
-    async def subscribe(self, channel: str) -> None:
-        """Raises while the server is away."""
-        await asyncio.sleep(0.0005)
-        self._check()
-        self._channel, self._event = channel, self._server.subscribe(channel)
-
-    async def get_message(self, timeout: float) -> bool | None:
-        """True at a message, None without one."""
-        assert self._event is not None
-        self._check()
-        try:
-            async with asyncio.timeout(timeout):
-                await self._event.wait()
-        except TimeoutError:
-            self._check()
-            return None
-        self._check()
-        self._event.clear()
-        return True
-
-    async def aclose(self) -> None:
-        """No more messages."""
-        if self._event is not None:
-            self._server.unsubscribe(self._channel, self._event)
-            self._event = None
-
-    def _check(self) -> None:
-        if self._server.fails(self._process):
-            raise RedisConnectionError("Connection refused")
-
-
-class _Pipeline:
-    """Collects commands."""
-
-    def __init__(self, client: RedisClient) -> None:
-        self._client = client
-        self._commands: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-
-    async def __aenter__(self) -> "_Pipeline":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._commands.clear()
-
-    def xadd(self, key: str, fields: dict[str, Any]) -> None:
-        """An entry."""
-        flat = [part for pair in fields.items() for part in pair]
-        self._commands.append((self._client._server.xadd, (key, flat)))
-
-    def publish(self, channel: str, _: str) -> None:
-        """A message."""
-        self._commands.append((self._client._server.publish, (channel,)))
-
-    def delete(self, key: str) -> None:
-        """One key less."""
-        self._commands.append((self._client._server.delete, (key,)))
-
-    def zrem(self, key: str, member: str) -> None:
-        """One member less."""
-        self._commands.append((self._client._server.zrem, (key, member)))
-
-    async def execute(self) -> None:
-        """All or nothing."""
-        await self._client._command(self._all)
-
-    def _all(self) -> None:
-        for function, args in self._commands:
-            function(*args)
 
 
 def _wake(stream: _Stream) -> None:
     waiters, stream.waiters = stream.waiters, []
     for waiter in waiters:
-        _resolve(waiter)
+        resolve(waiter)
 
 
-def _resolve(future: "asyncio.Future[None]") -> None:
+def resolve(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
 
@@ -476,12 +348,13 @@ def _bytes(value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """As Redis' answers are read."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _id(value: Any) -> _StreamId:
-    milliseconds, _, number = _text(value).partition("-")
+    milliseconds, _, number = text(value).partition("-")
     return int(milliseconds), int(number or 0)
 
 

@@ -19,7 +19,7 @@ from scheduler_svc.sim.device import ViolationError
 from scheduler_svc.sim.journal import Journal
 from scheduler_svc.sim.loop import Process, VirtualLoop
 from scheduler_svc.sim.network import Network
-from scheduler_svc.sim.redis_model import RedisClient
+from scheduler_svc.sim.redis_clients import RedisClient
 from scheduler_svc.sim.suspects import Suspects
 from scheduler_svc.term import Surroundings
 

@@ -24,7 +24,7 @@ from gpu_worker.token_hub import TokenHub
 from scheduler_svc.sim.device import SimRunner, ViolationError
 from scheduler_svc.sim.loop import Process, VirtualLoop
 from scheduler_svc.sim.network import Method, Network
-from scheduler_svc.sim.redis_model import RedisClient
+from scheduler_svc.sim.redis_clients import RedisClient
 from servicekit import logs, redis_client
 
 SESSION = "/quire.v1.WorkerService/Session"

@@ -23,7 +23,8 @@ from scheduler_svc.sim.gateway import SimGateway
 from scheduler_svc.sim.journal import Journal
 from scheduler_svc.sim.loop import Process, VirtualLoop
 from scheduler_svc.sim.network import Network
-from scheduler_svc.sim.redis_model import RedisClient, RedisServer
+from scheduler_svc.sim.redis_clients import RedisClient
+from scheduler_svc.sim.redis_model import RedisServer
 from scheduler_svc.sim.scheduler import SimScheduler
 from scheduler_svc.sim.worker import SimWorker
 from servicekit import redis_keys
@@ -219,9 +220,9 @@ class World:
         runners = [runner for worker in self.workers for runner in worker.runners]
         outcome.num_steps = sum(w.num_steps + w.now.executor.num_steps for w in self.workers)
         outcome.num_blocks_checked = sum(runner.num_blocks_checked for runner in runners)
-        poisoned = sum(runner.num_poisoned_steps for runner in runners)
+        poisoned = set().union(*(runner.poisoned for runner in runners))
         if poisoned:
-            outcome.faults[POISON] += poisoned
+            outcome.faults[POISON] += len(poisoned)
         self.loop.wind_up()
         return outcome
 
@@ -258,15 +259,13 @@ class World:
 
     def _heal(self) -> None:
         self.journal.note("world", "heals")
-        self.redis.away = self.redis.hangs = False
-        self.redis.cut_off.clear()
-        self.redis.num_answers_to_lose = 0
+        self.redis.trouble.heal()
         self.network.heal_all()
         for worker in self.workers:
-            worker.now.process.resume()
-            worker.now.runner.slowness = 1.0
+            worker.now.process.resume(whoever_paused=True)
+            worker.now.runner.slowed.clear()
         for scheduler in self.schedulers:
-            scheduler.now.process.resume()
+            scheduler.now.process.resume(whoever_paused=True)
 
     async def _until(
         self, condition: Callable[[], bool], within_s: float, what: Callable[[], str]
