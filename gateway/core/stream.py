@@ -15,6 +15,8 @@ from enum import Enum
 from gateway.core.types import FinishReason, Terminal, TokenLogprob
 
 MAX_SUPERSEDES = 3
+# What the scheduler takes; a worker can name higher ones in its batches, and none can follow.
+MAX_ATTEMPT = 2**31 - 1
 _WORKER_ENDS = {
     FinishReason.ERROR: ("The request failed on its worker.", "request_failed"),
     FinishReason.CANCELLED: ("The request was cancelled.", "cancelled"),
@@ -110,12 +112,12 @@ class StreamState:
         return Fed.NEWS
 
     def supersede(self, *, counts: bool = True) -> bool:
-        """Raises the attempt; False if that has happened MAX_SUPERSEDES times.
+        """Raises the attempt; False if that has happened MAX_SUPERSEDES times, or none is left.
 
         It does not count where nothing is known to have gone wrong with this request.
         """
         assert self.end is None
-        if self.num_superseded >= MAX_SUPERSEDES:
+        if self.num_superseded >= MAX_SUPERSEDES or self.attempt >= MAX_ATTEMPT:
             return False
         self.num_superseded += counts
         self.attempt += 1

@@ -192,6 +192,19 @@ async def test_a_stream_that_is_lost_again_and_again() -> None:
     assert_idle(bench)
 
 
+@pytest.mark.parametrize("attempt", [2**31 - 1, 2**32 - 1])
+async def test_a_worker_that_names_the_last_attempt_ends_that_request_only(attempt: int) -> None:
+    """No later one can be asked for, whose entry nobody could write or read."""
+    bench = make_bench()
+    async with running(bench):
+        live, other = await bench.submit(max_tokens=9), await bench.submit(max_tokens=9)
+        bench.say(live.request_id, "z", at=5, attempt=attempt)
+        bench.say(other.request_id, "z", at=5)
+        assert await drain_chunks(bench, live) == ("", ERROR, "stream_lost")
+        await eventually(lambda: bench.queue.superseded)
+        assert [request.request_id for _, request in bench.queue.superseded] == [other.request_id]
+
+
 async def test_lost_batches_of_a_worker() -> None:
     """What it ran is superseded, and what may have run there; others are left alone."""
     bench = make_bench()
