@@ -26,8 +26,8 @@ KINDS = (
     "lost result", "late result", "repeated result", "worker dies", "worker stands still",
     "worker is slow", "scheduler-worker reset", "scheduler-worker silent", "worker-gateway reset",
     "worker-gateway silent", "redis away", "redis hangs", "redis answer lost",
-    "leader cut off from redis", "leader stands still", "leader dies", "cancel storm", "clock jump",
-    POISON,
+    "leader cut off from redis", "leader stands still", "leader dies", "leader drains",
+    "worker drains", "cancel storm", "clock jump", POISON,
 )  # fmt: skip
 MAX_FAULTS = 40
 MIN_EFFECTS = 3
@@ -58,6 +58,8 @@ class Faults:
             "leader cut off from redis": self._leader_cut_off,
             "leader stands still": self._leader_pauses,
             "leader dies": self._leader_dies,
+            "leader drains": self._leader_drains,
+            "worker drains": self._worker_drains,
             "cancel storm": self._cancel_storm,
             "clock jump": self._clock_jump,
         }
@@ -207,6 +209,27 @@ class Faults:
         busy = view is not None and view.num_waiting + view.num_running + view.num_swapped > 0
         leader.die(self._seconds(0.2, 3.0))
         return busy
+
+    async def _leader_drains(self) -> bool:
+        leader = self._world.leader
+        if leader is None:
+            return False
+        now, epoch = leader.now, leader.now.epoch
+        now.stop()
+        await asyncio.sleep(1.0)
+        return now.process.dead and self._world.highest_epoch > epoch
+
+    async def _worker_drains(self) -> bool:
+        worker = self._random.choice(self._world.workers)
+        if not worker.alive or worker.now.process.paused:
+            return False
+        now, num_rows = worker.now, worker.now.num_live_rows
+        now.drain()
+        for _ in range(20):
+            await asyncio.sleep(0.2)
+            if now.process.dead:
+                break
+        return num_rows > 0 and now.drained
 
     async def _cancel_storm(self) -> bool:
         clients = self._world.clients

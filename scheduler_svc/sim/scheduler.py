@@ -144,11 +144,16 @@ class SimScheduler:
         self._journal = journal
         self._on_exit = on_exit
         self._suspects = suspects
+        self._stop = asyncio.Event()
         self._leadership: Leadership | None = None
 
     def start(self) -> None:
         """Stands by, and leads when it can."""
         self.process.start(self._main())
+
+    def stop(self) -> None:
+        """Ends in order, as at SIGTERM."""
+        self.process.run(self._stop.set)
 
     @property
     def epoch(self) -> int:
@@ -179,7 +184,7 @@ class SimScheduler:
             metrics=self.observer,
         )
         try:
-            code = await self._leadership.run(asyncio.Event())
+            code = await self._leadership.run(self._stop)
         except Exception as error:
             self._loop.fail(error)
             return

@@ -33,6 +33,7 @@ HEARTBEAT_S = 0.5
 REGISTER_S = 1.0
 SWEEP_S = 5.0
 LAST_WORDS_S = 0.5
+DRAIN_S, REST_S = 3.0, 0.2
 OUTBOX_BATCHES = 256
 
 
@@ -131,6 +132,8 @@ class SimWorker:
         self._model = model
         self._redis = redis
         self._on_leave = on_leave
+        self._leaving = False
+        self.drained = False
         log = logs.get_logger("worker")
         self.executor = VirtualExecutor(
             loop, runner, on_outcome=self._step_ended, on_death=self._died, log=log
@@ -152,6 +155,10 @@ class SimWorker:
         """Listens at its name, registers, beats."""
         self.process.start(self._main())
 
+    def drain(self) -> None:
+        """Ends in order, as at SIGTERM: once its rows have ended or DRAIN_S has passed."""
+        self.process.start(self._drain())
+
     @property
     def num_live_rows(self) -> int:
         """Rows that have not ended."""
@@ -169,6 +176,21 @@ class SimWorker:
         self.process.start(self._register())
         self.process.start(self._tick())
 
+    async def _drain(self) -> None:
+        self._leaving = True
+        self.sessions.drain()
+        until_s = self._loop.time() + DRAIN_S
+        while self._loop.time() < until_s:
+            await asyncio.sleep(REST_S)
+            if self.executor.idle and not self.num_live_rows:
+                break
+        await asyncio.sleep(LAST_WORDS_S)
+        redis: Any = self._redis
+        with contextlib.suppress(RedisError):
+            await redis_client.withdraw(redis, self._model, "worker", self.name)
+        self.drained = True
+        self._on_leave()
+
     async def _register(self) -> None:
         record = codec.worker_record(
             worker_id=self.name,
@@ -177,7 +199,7 @@ class SimWorker:
             info=self.runner.info,
         )
         redis: Any = self._redis
-        while True:
+        while not self._leaving:
             with contextlib.suppress(RedisError):
                 await redis_client.announce(redis, self._model, "worker", self.name, record)
             await asyncio.sleep(REGISTER_S)

@@ -90,7 +90,7 @@ async def _first_tokens_die(world: World) -> None:
 
 def test_what_ended_on_a_worker_that_died_unheard_is_asked_for_again() -> None:
     """The scheduler has booked it, its gateway has no token: only the worker's end can tell it."""
-    outcome = played(_first_tokens_die)
+    outcome = played(_first_tokens_die, 6)
     assert outcome.rule == "", outcome.detail
 
 
@@ -109,6 +109,14 @@ def test_a_leader_that_wakes_after_a_takeover_does_no_harm() -> None:
     """Its plans and its commands carry its epoch."""
     outcome = played(_old_leader_wakes)
     assert outcome.rule == "", outcome.detail
+
+
+@pytest.mark.parametrize("kind", ["worker drains", "leader drains"])
+def test_orderly_ends_break_no_promise(kind: str) -> None:
+    """And they come about."""
+    outcomes = run_seeds(range(4), Options(only=kind))
+    assert [outcome.detail for outcome in outcomes if outcome.rule] == []
+    assert sum(outcome.faults[kind] for outcome in outcomes) > 0
 
 
 # Bugs planted in shipped code, each with the rule that finds it.
@@ -175,11 +183,13 @@ def test_seeds_find_a_planted_bug(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert outcome.rule == rule, outcome.detail
 
 
-def test_seed_19_finds_what_no_gateway_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gone_worker_whose_outbox_nobody_asked_for_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The bug that the simulator found first: nobody told of a gone worker's outbox."""
     never = property(lambda _: False, lambda _, __: None)
     monkeypatch.setattr(TokensLink, "_was_connected", never, raising=False)
-    [outcome] = run_seeds([19], Options())
+    outcome = played(_first_tokens_die, 6)
     assert outcome.rule == "everything ends after all is healed", outcome.detail
 
 
