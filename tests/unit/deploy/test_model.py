@@ -69,17 +69,19 @@ from deploy.local import model
 
 def slow(packaged, work, say):
     (work / "begun").touch()
-    time.sleep(float(sys.argv[2]))
+    until = time.monotonic() + 60
+    while not (Path(sys.argv[1]) / "go-on").exists() and time.monotonic() < until:
+        time.sleep(0.01)
     fill(packaged, work, print)
 
 print(model.ensure_packaged(PACKAGED, Path(sys.argv[1]), print, slow))
 """
 
 
-def asker(cache: Path, seconds: float) -> "subprocess.Popen[str]":
-    """A process that asks for the model and takes its time to make it."""
+def asker(cache: Path) -> "subprocess.Popen[str]":
+    """A process that asks for the model, and makes it whole once `go-on` stands in the cache."""
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(cache), str(seconds)],
+        [sys.executable, "-u", "-c", SCRIPT, str(cache)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -96,7 +98,7 @@ def until_begun(cache: Path) -> None:
 
 def test_a_killed_conversion_is_made_anew(tmp_path: Path) -> None:
     """What it left is removed."""
-    first = asker(tmp_path, 60)
+    first = asker(tmp_path)
     until_begun(tmp_path)
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
@@ -109,14 +111,16 @@ def test_a_killed_conversion_is_made_anew(tmp_path: Path) -> None:
 
 def test_two_at_once_make_it_once(tmp_path: Path) -> None:
     """The second waits and finds it."""
-    first = asker(tmp_path, 1.0)
+    first = asker(tmp_path)
     until_begun(tmp_path)
-    second = asker(tmp_path, 1.0)
+    second = asker(tmp_path)
+    assert second.stdout is not None
+    assert "waiting for it" in second.stdout.readline()
+    (tmp_path / "go-on").touch()
     outputs = [process.communicate(timeout=20)[0] for process in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0]
     assert "making\n" in outputs[0]
     assert "making\n" not in outputs[1]
-    assert "waiting for it" in outputs[1]
     assert len({output.splitlines()[-1] for output in outputs}) == 1
 
 
