@@ -155,7 +155,8 @@ class SchedulerCore:
     def take_ready(self) -> Ready:
         """Plans every worker that has room for a plan, and hands out all that is to be done."""
         self._hand_over_from_draining()
-        self._end_spent()
+        if self._spent:
+            self._end_spent()
         steps: list[StepPlan] = []
         for _ in range(2):
             self._has_yielded = False
@@ -490,8 +491,7 @@ class SchedulerCore:
     def _end_spent(self) -> None:
         for request in self._spent:
             if request.state is not RequestState.FINISHED:
-                message = "the request has no attempt left"
-                self._finish(request, FinishReason.ERROR, notify=True, message=message)
+                self._finish(request, FinishReason.ERROR, notify=True, message="no attempt is left")
         self._spent.clear()
 
     def _wake_at_ns(self) -> int | None:

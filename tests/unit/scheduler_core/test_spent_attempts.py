@@ -23,7 +23,7 @@ def lie(c: Cluster, attempt: int) -> None:
 def assert_ended(c: Cluster) -> None:
     [finish] = c.finishes.values()
     assert (finish.reason, finish.notify) == (FinishReason.ERROR, True)
-    assert finish.message == "the request has no attempt left"
+    assert finish.message == "no attempt is left"
     c.run()
     c.assert_idle()
 
