@@ -68,9 +68,3 @@ class StepInFlight:
             return False
         self.gone.add(row)
         return True
-
-    def num_tokens_of(self, request: Request) -> int:
-        """Tokens of a request in a slot that this step computes."""
-        if request not in self.batch.requests:
-            return 0
-        return self.special.get(self.batch.requests.index(request), DECODE).num_tokens
