@@ -115,15 +115,17 @@ class Run:
             raise NotPossibleError(f"podman can't run a pod here: {error}") from error
 
     def build(self) -> images.Bases:
-        """All images. Raises NotPossibleError where they can't be had, LateError."""
-        try:
-            return self._build()
-        except (RunError, OSError, subprocess.SubprocessError) as error:
-            raise NotPossibleError(f"the images can't be built here: {error}") from error
+        """All images. Raises NotPossibleError where none can be built, RunError, LateError.
 
-    def _build(self) -> images.Bases:
-        builder = images.Images(self._environ, self.folder, say, self._deadline)
-        bases = builder.bases(self._chosen.bases)
+        Once a small build has gone well, one of Quire's that fails is Quire's fault.
+        """
+        try:
+            builder = images.Images(self._environ, self.folder, say, self._deadline)
+            bases = builder.bases(self._chosen.bases)
+            if not self._chosen.no_build:
+                builder.try_a_build(bases.python)
+        except (RunError, OSError, subprocess.SubprocessError) as error:
+            raise NotPossibleError(f"no image can be built here: {error}") from error
         stub = self._chosen.stub
         services = docker.SERVICES[:-1] if stub else docker.SERVICES
         if not self._chosen.no_build:

@@ -31,6 +31,8 @@ OWN_PYTHON = "localhost/quire-standin/python:3.11-slim-bookworm"
 OWN_REDIS = "localhost/quire-standin/valkey:9.1"
 OWN_TAG = "k8s-run"
 STUB = "localhost/quire-standin/stub-worker:latest"
+TRIAL = "localhost/quire-standin/trial-build:latest"
+TRIED_PACKAGE = "structlog"
 SUITE, PACKAGES = "bookworm", "python3,python3-pip,python3-venv,ca-certificates"
 PULL, BUILD, AUTO = "pull", "build", "auto"
 COMMAND_S, PULL_S, BOOTSTRAP_S, BUILD_S, TICK_S = 120.0, 600.0, 1800.0, 3600.0, 30.0
@@ -77,6 +79,19 @@ class Images:
         if redis == OWN_REDIS:
             self._build_redis(python)
         return Bases(python=python, redis=redis)
+
+    def try_a_build(self, python: str) -> None:
+        """One package on the base. Raises RunError where builds don't work at all, LateError."""
+        lines = (docker.ROOT / "requirements-light.lock").read_text().splitlines()
+        package = next(line for line in lines if line.startswith(f"{TRIED_PACKAGE}=="))
+        with self._mirrors() as mounts, tempfile.TemporaryDirectory() as scratch:
+            self._run("trial-build", [
+                self._builder, "build", "--no-cache", "--force-rm", "--isolation", "chroot",
+                "--network", "host", *mounts, *shlex.split(self._environ.get("IMAGE_FLAGS", "")),
+                "--build-arg", f"PYTHON_IMAGE={python}", "--build-arg", f"PACKAGE={package}",
+                "--file", str(HERE / "trial_build.Dockerfile"), "--tag", TRIAL, scratch,
+            ], BUILD_S)  # fmt: skip
+        self._podman("image", "rm", "--force", TRIAL)
 
     def build(self, services: Sequence[str], python: str) -> None:
         """Quire's own."""

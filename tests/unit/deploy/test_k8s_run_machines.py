@@ -106,6 +106,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append("play")
 
     monkeypatch.setattr(images.Images, "bases", bases)
+    monkeypatch.setattr(images.Images, "try_a_build", lambda *_: None)
     monkeypatch.setattr(images.Images, "build", lambda *_: None)
     monkeypatch.setattr(images.Images, "build_stub", lambda *_: None)
     monkeypatch.setattr(images.Images, "sizes", lambda *_: [])
@@ -147,7 +148,7 @@ def test_no_image_is_built_where_no_pod_can_run(
         subprocess.TimeoutExpired("podman", 1.0),
     ],
 )
-def test_images_that_cannot_be_built_say_nothing_about_quire(
+def test_where_no_image_can_be_built_nothing_is_said_about_quire(
     place: Machine,
     built: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -158,9 +159,28 @@ def test_images_that_cannot_be_built_say_nothing_about_quire(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(images.Images, "build", fail)
+    monkeypatch.setattr(images.Images, "try_a_build", fail)
     assert result(place, optional) == (0 if optional else 1)
-    assert f"not run: the images can't be built here: {error}" in capsys.readouterr().out
+    assert f"not run: no image can be built here: {error}" in capsys.readouterr().out
+    assert built == ["auto"]
+
+
+@pytest.mark.parametrize("what", ["build", "build_stub"])
+def test_where_a_small_image_can_be_built_one_of_quire_has_to_be(
+    place: Machine,
+    built: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
+) -> None:
+    """A broken Dockerfile or lock file is no fault of the machine."""
+
+    def fail(*_: object) -> None:
+        raise RunError("gateway failed, status 1")
+
+    monkeypatch.setattr(images.Images, what, fail)
+    assert result(place, optional=True) == 1
+    assert "s: gateway failed, status 1" in capsys.readouterr().out
     assert built == ["auto"]
 
 
