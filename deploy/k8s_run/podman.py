@@ -29,6 +29,7 @@ PLAY_S = 900.0  # the containers that run before the others are waited for
 FILL_S = 600.0
 CLEAN_S, LOGS_S = 300.0, 120.0
 NUM_LAST_LINES = 20
+NUM_REMOVALS, REMOVAL_PAUSE_S = 5, 2.0
 
 
 class PodmanError(RunError):
@@ -144,16 +145,31 @@ class Podman:
         os.kill(state.pid, signal.SIGKILL)
 
     async def stop(self, pod: PlayedPod) -> None:
-        """SIGTERM, and SIGKILL after the manifest's grace."""
+        """SIGTERM, and SIGKILL after the manifest's grace.
+
+        Only to the containers of the manifest, as the kubelet does. `podman pod stop` ends the one
+        that holds the network at the same time, and what drains would be cut off.
+        """
         self._check(pod.name)
+        names = [pod.container(position) for position in range(len(pod.work.containers))]
         await self.command(
-            "pod", "stop", "--time", str(pod.grace_s), pod.name, timeout_s=pod.grace_s + COMMAND_S
+            "stop", "--time", str(pod.grace_s), *names, timeout_s=pod.grace_s + COMMAND_S
         )
 
-    async def remove(self, pod: PlayedPod) -> None:
-        """At once, whether it runs or not."""
-        self._check(pod.name)
-        await self.command("pod", "rm", "--force", "--time", "0", pod.name)
+    async def remove(self, pod_name: str) -> None:
+        """A pod, at once, whether it runs or not.
+
+        Podman tidies up behind a container that has ended by itself, and what it holds just then
+        can't be removed: tried NUM_REMOVALS times.
+        """
+        self._check(pod_name)
+        removal = ("pod", "rm", "--force", "--ignore", "--time", "0", pod_name)
+        for _ in range(NUM_REMOVALS - 1):
+            code, _, _ = await self.attempt(*removal)
+            if code == 0:
+                return
+            await asyncio.sleep(REMOVAL_PAUSE_S)
+        await self.command(*removal)
 
     async def last_lines(self, container: str, count: int = NUM_LAST_LINES) -> str:
         """Of its log; what went wrong if there is none."""
@@ -175,10 +191,20 @@ class Podman:
             ("network", ("rm", "--force")),
         ):
             for name in self._names(left, kind, "ls", "--format", "{{.Name}}", deadline=deadline):
-                code, output = self._now(kind, *removal, name, deadline=deadline)
+                code, output = self._removed((kind, *removal, name), deadline)
                 if code != 0:
                     left.append(f"{name}: {_last(output)}")
         return left
+
+    def _removed(self, removal: Sequence[str], deadline: float) -> tuple[int, str]:
+        """As `remove` tries; not again after a command that hangs."""
+        code, output = self._now(*removal, deadline=deadline)
+        for _ in range(NUM_REMOVALS - 1):
+            if code in (0, 124, 127) or time.monotonic() + REMOVAL_PAUSE_S > deadline:
+                break
+            time.sleep(REMOVAL_PAUSE_S)
+            code, output = self._now(*removal, deadline=deadline)
+        return code, output
 
     def save_logs(self, folder: Path, limit_s: float = LOGS_S) -> None:
         """The logs of all its containers, as files; those that come in time. Raises OSError."""

@@ -5,6 +5,8 @@ call everything ready again, and lets more answers come. A client's first proble
 """
 
 import asyncio
+import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -21,8 +23,7 @@ MORE_S = 600.0
 LEADER_S = 60.0
 JOB_S = 600.0
 IDLE_S = 60.0
-WORKER_EXIT_S = 10.0
-PODMAN_S = 10.0  # until podman's signal is there
+WORKER_EXIT_S = 10.0  # a goal, printed beside what was seen: podman's own time is in it
 IDLE = {
     "scheduler": ("vllm:num_requests_running", "vllm:num_requests_waiting", "quire:blocks_used"),
     "worker": ("quire:slots_used",),
@@ -92,11 +93,15 @@ class Scenario:
             tell(f"{added.name} was given {rows} requests")
         async with self._step(load, "a worker is removed") as tell:
             leaving, num_rows = await self._busiest()
-            took_s = await self._stage.drain(leaving)
-            if took_s > WORKER_EXIT_S + PODMAN_S:
-                raise RunError(f"{leaving.name} took {took_s:.0f} s to drain")
+            took_s, last_lines = await self._stage.drain(leaving)
+            if not handed_over(last_lines):
+                what = f"{leaving.name} left with requests {took_s:.0f} s after SIGTERM"
+                raise RunError(f"{what}; its last lines:\n{last_lines}")
             await self._sessions(len(self._stage.of("worker")))
-            tell(f"{leaving.name} held {num_rows} requests and left {took_s:.1f} s after SIGTERM")
+            tell(
+                f"{leaving.name} held {num_rows} requests, handed them over and left "
+                f"{took_s:.1f} s after SIGTERM (goal {WORKER_EXIT_S:.0f})"
+            )
         async with self._step(load, "the leader is killed, with its pod") as tell:
             leader = await self.leader()
             epoch = await self._stage.metric(leader, "quire:epoch")
@@ -196,6 +201,16 @@ class Scenario:
             if time.monotonic() > deadline:
                 raise RunError(f"requests are not {what} after {timeout_s:.0f} s")
             await asyncio.sleep(POLL_S)
+
+
+def handed_over(last_lines: str) -> bool:
+    """Whether a worker says there that it left because nothing ran, not because its time was up."""
+    for line in reversed(last_lines.splitlines()):
+        with contextlib.suppress(ValueError):
+            said = json.loads(line)
+            if said["event"] == "drained":
+                return bool(said["live_rows"] == 0)
+    return False
 
 
 async def under_load(load: Load, num_clients: int, disturb: Callable[[], Awaitable[None]]) -> None:

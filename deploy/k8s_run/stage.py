@@ -118,7 +118,7 @@ class Stage:
             raise RunError(await self._words(pod, f"ended with status {state.exit_code}"))
         await self._check_restarts(pod)
         self._forget(pod)
-        await self.podman.remove(pod)
+        await self.podman.remove(pod.name)
 
     async def crash(self, pod: PlayedPod) -> None:
         """SIGKILL for its container, which podman starts again by the pod's restart policy."""
@@ -141,10 +141,13 @@ class Stage:
         """Ends the whole pod at once, as when its node is gone."""
         await self._check_restarts(pod)
         self._forget(pod)
-        await self.podman.remove(pod)
+        await self.podman.remove(pod.name)
 
-    async def drain(self, pod: PlayedPod) -> float:
-        """SIGTERM with the manifest's grace. Seconds it took. RunError unless it ended well."""
+    async def drain(self, pod: PlayedPod) -> tuple[float, str]:
+        """SIGTERM with the manifest's grace. Seconds it took, and its last lines.
+
+        Raises RunError unless it ended well.
+        """
         await self._check_restarts(pod)
         self._forget(pod)
         begun = datetime.now(UTC)
@@ -155,8 +158,9 @@ class Stage:
         if state.exit_code != 0:
             what = f"ended with status {state.exit_code} {took_s:.0f} s after SIGTERM"
             raise RunError(await self._words(pod, what))
-        await self.podman.remove(pod)
-        return took_s
+        last_lines = await self.podman.last_lines(pod.container())
+        await self.podman.remove(pod.name)
+        return took_s, last_lines
 
     async def check_restarts(self) -> None:
         """Nothing that stands may have been started again, but by `crash`. Raises RunError."""

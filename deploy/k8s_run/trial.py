@@ -44,7 +44,7 @@ async def run(podman: Podman) -> None:
     problems = list(honoured.broken(made, CONTAINER, await podman.inspect(container)))
     if problems:
         raise RunError(f"a container is not as it was asked for: {'; '.join(problems)}")
-    await podman.command("pod", "rm", "--force", "--time", "0", name)
+    await podman.remove(name)
 
 
 def manifest(name: str) -> Manifest:

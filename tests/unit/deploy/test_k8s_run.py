@@ -1,18 +1,20 @@
 """The parts of `make k8s-run` that need no podman: probes, answers, packages, results, cleaning."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from deploy.k8s_run import __main__ as k8s_run
-from deploy.k8s_run import machine, mirrors, probes, secret_files
+from deploy.k8s_run import machine, mirrors, pods, probes, scenario, secret_files
 from deploy.k8s_run.deadline import Deadline
 from deploy.k8s_run.errors import NotPossibleError, RunError, first
 from deploy.k8s_run.load import Answer, Job
-from deploy.k8s_run.podman import Podman
+from deploy.k8s_run.podman import NUM_REMOVALS, Podman, PodmanError
 from tests.unit.deploy.manifests import container, overlay
+from tests.unit.deploy.test_k8s_run_pods import source_of
 
 JOB = Job(prompt="p", num_tokens=3, seed=1)
 
@@ -223,25 +225,71 @@ case "$1 $2" in
 "volume ls") printf 'run-1-models\\nmodels\\n' ;;
 "network ls") printf 'podman\\nrun-1-net\\n' ;;
 "volume rm") echo "it is in use" >&2; exit 2 ;;
+"pod rm") case $(grep -c "pod rm" "$LOG") in [12]) echo "resource busy" >&2; exit 125 ;; esac ;;
 esac
 """
 
 
-def test_only_what_the_run_made_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what could not be removed is told."""
+@pytest.fixture
+def podman_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the podman above is asked; no pause is made between two tries."""
     (tmp_path / "podman").write_text(PODMAN)
     (tmp_path / "podman").chmod(0o755)
-    log = tmp_path / "log"
     path = f"{tmp_path}:/bin:/usr/bin"
     monkeypatch.setenv("PATH", path)
-    left = Podman("run-1", {"PATH": path, "LOG": str(log)}).clean()
+    monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    monkeypatch.setattr("deploy.k8s_run.podman.REMOVAL_PAUSE_S", 0.0)
+    return tmp_path / "log"
+
+
+def asked(log: Path) -> list[str]:
+    """podman's command lines."""
+    return log.read_text().splitlines()
+
+
+def test_only_what_the_run_made_is_removed(podman_log: Path) -> None:
+    """What is busy is tried again, and what could not be removed is told."""
+    left = Podman("run-1", os.environ).clean()
     assert left == ["run-1-models: it is in use"]
-    removed = [line for line in log.read_text().splitlines() if " rm " in line]
+    removed = [line for line in asked(podman_log) if " rm " in line]
     assert removed == [
-        "pod rm --force --time 0 run-1-redis-0",
-        "volume rm --force run-1-models",
+        *["pod rm --force --time 0 run-1-redis-0"] * 3,
+        *["volume rm --force run-1-models"] * NUM_REMOVALS,
         "network rm --force run-1-net",
     ]
+
+
+async def test_a_pod_that_is_busy_is_removed_at_last(podman_log: Path) -> None:
+    await Podman("run-1", os.environ).remove("run-1-worker-1")
+    assert asked(podman_log) == ["pod rm --force --ignore --time 0 run-1-worker-1"] * 3
+
+
+async def test_a_pod_that_stays_busy_fails_the_run(
+    podman_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.k8s_run.podman.NUM_REMOVALS", 2)
+    with pytest.raises(PodmanError, match="resource busy"):
+        await Podman("run-1", os.environ).remove("run-1-worker-1")
+
+
+async def test_sigterm_leaves_the_container_that_holds_the_network(podman_log: Path) -> None:
+    source = source_of(overlay("dev-cpu"))
+    pod = pods.make(source, source.workload("worker"), 0)
+    await Podman(source.prefix, os.environ).stop(pod)
+    assert asked(podman_log) == [f"stop --time 35 {pod.name}-worker"]
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ('{"event": "draining", "live_rows": 0}\n{"event": "drained", "live_rows": 2}', False),
+        ('    {"event": "drained", "live_rows": 0}\n    {"event": "worker ends"}', True),
+        ('{"event": "draining", "live_rows": 0}', False),
+        ("Traceback", False),
+    ],
+)
+def test_a_worker_has_handed_over_if_it_left_with_nothing(text: str, verdict: bool) -> None:
+    assert scenario.handed_over(text) is verdict
 
 
 async def test_a_name_of_another_is_refused() -> None:

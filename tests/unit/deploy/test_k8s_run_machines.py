@@ -203,7 +203,7 @@ async def test_the_trial_asks_for_what_the_pods_ask_for(place: Machine) -> None:
     assert container["resources"]["limits"].keys() == {"memory", "cpu"}
     assert container["command"][1:] == ["ahostsv4", "run-1-trial"]
     assert "kube play --quiet --network run-1-net:alias=run-1-trial -" in place.asked()
-    assert place.asked()[-1] == "pod rm --force --time 0 run-1-trial"
+    assert place.asked()[-1] == "pod rm --force --ignore --time 0 run-1-trial"
 
 
 @pytest.mark.parametrize(

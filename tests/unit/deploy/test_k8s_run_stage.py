@@ -49,8 +49,8 @@ class PodmanInMemory:
     async def stop(self, pod: pods.PlayedPod) -> None:
         self.stopped.append(pod.name)
 
-    async def remove(self, pod: pods.PlayedPod) -> None:
-        self.removed.append(pod.name)
+    async def remove(self, pod_name: str) -> None:
+        self.removed.append(pod_name)
 
     async def last_lines(self, container: str) -> str:
         return "    Traceback"
@@ -83,10 +83,11 @@ async def test_without_a_crash_pods_are_ended_and_removed() -> None:
         await scene.stage.crash(crashed)
         await scene.stage.check_restarts()
         await scene.stage.lose(lost)
-        await scene.stage.drain(drained)
+        _, last_lines = await scene.stage.drain(drained)
         await scene.stage.crash(crashed)
         await scene.stage.lose(crashed)
     assert scene.podman.removed == [lost.name, drained.name, crashed.name]
+    assert last_lines == "    Traceback"
 
 
 @pytest.mark.parametrize("how", ["lose", "drain", "crash", "check_restarts", "until_ready"])
