@@ -355,7 +355,6 @@ class WorkerLink:
             ),
             gateway_ids=whole,
         )
-        self._outgoing.clear()
         event = WorkerJoined(
             now_ns=now_ns,
             worker_id=self.worker_id,
