@@ -153,17 +153,14 @@ class Preemptions:
             worker.swap.done(op_id)
 
     def forget_unfinished(self, worker: WorkerState) -> None:
-        """No step in flight will return, and no operation goes on: what needed them is void."""
+        """No operation goes on: a swap that needed one is void."""
         for op_id in list(worker.swap.transfers):
             swapped = worker.swap.done(op_id)
             if swapped is not None:
                 self._void(worker, swapped.request)
-        for swapped in list(worker.swap.swapped.values()):
-            if swapped.request.num_in_flight > 0:
-                self._void(worker, swapped.request)
 
     def row_returned(self, worker: WorkerState, request: Request, *, is_whole: bool) -> None:
-        """A step that had a row of a swapped request has returned."""
+        """A step that had a row of a swapped request has returned, or never will: not whole."""
         request.num_in_flight -= 1
         if not is_whole:
             self._void(worker, request)
