@@ -215,6 +215,17 @@ def test_the_same_epoch_keeps_its_plans(bench: Bench) -> None:
     assert bench.results(new) == [1, 2]
 
 
+def test_a_new_epoch_drops_old_plans_also_where_it_knows_the_worker(bench: Bench) -> None:
+    """Its scheduler never sent them, whatever it has heard of the worker."""
+    bench.plan(bench.open(epoch=1), 1, 2, 3)
+    link = bench.resync(0, epoch=2)
+    assert bench.plans.queued == []
+    assert (bench.sessions.last_applied_step, bench.sessions.first_result_step) == (0, 1)
+    bench.plan(link, 1, epoch=2)
+    bench.end_steps()
+    assert bench.results(link) == [1]
+
+
 @pytest.mark.parametrize("step", [0, 1, 2, 4, 9])
 def test_a_step_out_of_order_breaks_the_protocol(bench: Bench, step: int) -> None:
     link = bench.open()
@@ -235,6 +246,18 @@ def test_a_reset_may_leave_steps_out(bench: Bench) -> None:
     assert bench.results(link) == []
     bench.end_steps()
     assert bench.results(link) == [8]
+
+
+def test_a_result_of_a_later_step_than_the_next_is_dropped(bench: Bench) -> None:
+    """A reset may also go back, while a step runs that no one waits for any more."""
+    link = bench.open()
+    bench.plan(link, 9, reset=True)
+    running = bench.plans.queued.pop(0)
+    bench.plan(link, 5, reset=True)
+    bench.sessions.add_result(StepResult(epoch=1, step=running.step, digest=0))
+    assert bench.results(link) == []
+    bench.end_steps()
+    assert bench.results(link) == [5]
 
 
 def test_a_plan_of_several_steps_is_followed_by_the_step_after_them(bench: Bench) -> None:

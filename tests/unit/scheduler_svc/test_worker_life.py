@@ -58,10 +58,10 @@ def hello(last_applied_step: int, first_result_step: int = 1) -> Hello:
     )
 
 
-def result(life: WorkerLife, step: int, now_ns: int = 0) -> bool:
+def result(life: WorkerLife, step: int, now_ns: int = 0, *, epoch: int = 1) -> bool:
     """Whether the core is told of it."""
     report = StepReport(
-        epoch=1, step=step, slots=(), token_ids=(), finished=(), num_wasted_rows=0, faults=(),
+        epoch=epoch, step=step, slots=(), token_ids=(), finished=(), num_wasted_rows=0, faults=(),
         idle_us=40, step_us=10, total_us=90,
     )  # fmt: skip
     event = life.event(report, now_ns)
@@ -93,6 +93,16 @@ def test_a_plan_of_several_steps_is_kept_until_the_last_result() -> None:
     assert all(result(life, step) for step in (4, 5, 6))
     with pytest.raises(LinkError):
         result(life, 7)
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_result_of_another_epoch_is_none_of_this_life(epoch: int) -> None:
+    """Even if its step is the next one: what it says is of another leader's requests."""
+    life = make_life()
+    life.plan(plan(1), 0)
+    assert not result(life, 1, epoch=epoch)
+    assert life.last_result_step == 0
+    assert result(life, 1)
 
 
 @pytest.mark.parametrize(
