@@ -10,7 +10,7 @@ Finders, each a process of its own in the copy, which ends at the first failure:
 
     machine       the stateful machine over the core, see tests/mutants/machine.py
     sim           the simulator's fault mix, see tests/mutants/seeds.py
-    PATH[::TEST]  pytest on that file or folder
+    PATH[::TEST]  pytest on that file or folder without its slow tests, or on that test
 
 A mutant counts when tests/mutants/smoke.py passes with it: else it would fall to an import or to
 the first assertion. What finds it, and after how many seconds from the start of that finder's
@@ -219,7 +219,9 @@ class Copy:
 
 
 def _pytest(*paths: str) -> list[str]:
-    return ["-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *paths]
+    command = ["-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *paths]
+    # What is named singly is run although it is slow; a file without its slow tests.
+    return [*command, "-m", "not gpu"] if any("::" in path for path in paths) else command
 
 
 def examine(copy: Copy, mutant: Mutant, *, only_by: bool) -> Found:

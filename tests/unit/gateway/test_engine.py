@@ -327,7 +327,8 @@ async def test_draining() -> None:
     with pytest.raises(UnavailableError):
         await bench.submit()
     bench.say(quick.request_id, "a", finish=STOP)
-    await drain
+    async with asyncio.timeout(5):
+        await drain
     assert await drain_chunks(bench, quick) == ("a", STOP, "")
     assert await drain_chunks(bench, slow) == ("", FinishReason.UNAVAILABLE, "draining")
     assert bench.queue.cancelled == [slow.request_id]
