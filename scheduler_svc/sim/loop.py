@@ -49,12 +49,32 @@ def _make_task(loop: "VirtualLoop", coro: Any, **options: Any) -> VirtualTask:
     return VirtualTask(coro, loop=loop, **options)
 
 
+class _Timer(asyncio.TimerHandle):
+    """As the loop's own handles are, without what they do for debugging: a world makes many."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: "VirtualLoop",
+        context: Context | None,
+    ) -> None:
+        self._when, self._callback, self._args, self._loop = when, callback, args, loop
+        self._context = copy_context() if context is None else context
+        self._cancelled = self._scheduled = False
+        self._repr = self._source_traceback = None
+
+
 class Process:
-    """One simulated process."""
+    """One simulated process. `halted`: it is dead or paused, so nothing of it runs."""
 
     def __init__(self, loop: "VirtualLoop", name: str) -> None:
         self.name = name
         self.dead = False
+        self.halted = False
         self._num_pauses = 0
         self._loop = loop
         self._parked: deque[asyncio.Handle] = deque()
@@ -85,6 +105,7 @@ class Process:
     def pause(self) -> None:
         """Stands still from now on, until it is resumed as often. Its clock goes on."""
         self._num_pauses += 1
+        self.halted = True
 
     def resume(self, *, whoever_paused: bool = False) -> None:
         """What became due meanwhile is done now, in order."""
@@ -96,7 +117,7 @@ class Process:
 
     def kill(self) -> None:
         """Ends it where it stands."""
-        self.dead, self._num_pauses = True, 0
+        self.dead, self.halted, self._num_pauses = True, True, 0
 
     def park(self, handle: asyncio.Handle) -> None:
         """Keeps a callback of a process that does not run."""
@@ -104,7 +125,7 @@ class Process:
 
     def revive(self) -> None:
         """For the end of a world: what was left undone may end."""
-        self.dead, self._num_pauses = False, 0
+        self.dead, self.halted, self._num_pauses = False, False, 0
         self._loop.put_first(self._parked)
         self._parked.clear()
 
@@ -207,7 +228,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         """As any loop."""
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Timer(self._now_s, callback, args, self, context)
         self._due.append(handle)
         return handle
 
@@ -222,7 +243,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         context: Context | None = None,
     ) -> asyncio.TimerHandle:  # fmt: skip
         """As any loop."""
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Timer(when, callback, args, self, context)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, timer))
         return timer
@@ -232,7 +253,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         context: Context | None = None,
     ) -> asyncio.TimerHandle:  # fmt: skip
         """As any loop."""
-        return self.call_at(self._now_s + delay, callback, *args, context=context)
+        when = self._now_s + delay
+        timer = _Timer(when, callback, args, self, context)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, timer))
+        return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """It is dropped when its time comes."""
@@ -259,10 +284,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if handle._cancelled:  # type: ignore[attr-defined]
                 continue
             process = handle._context.get(_PROCESS)  # type: ignore[attr-defined]
-            if process is not None and (process.dead or process.paused):
+            if process is not None and process.halted:
                 process.park(handle)
                 continue
             self.num_callbacks += 1
-            handle._run()
+            # As the handle's own _run, without a call for each.
+            try:
+                handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self._unexpected(self, {"exception": error})
             if self._failure is not None:
                 return
