@@ -4,8 +4,10 @@ The bound (docs/scheduling.md) speaks of times in which two tenants wait without
 part of such a time their service by weight differs by at most 2 U. Here a tenant waits while any of
 its requests has arrived and has no first token, which is a little longer than the core sees it
 wait. Its service is what its requests' prompts cost, without what the cache gave, at the first
-token, and its output, evenly between the first token and the end. So the figure is for reading; the
-core's own counters are what tests hold the bound against.
+token, and its output, evenly between the first token and the end. So the figure is for reading.
+
+On the way a Watch holds the core's own counters against the bound: those of tenants that wait may
+differ by U. It looks at each end of a request up to the WATCH_ALL-th, then at one in WATCH_EVERY.
 """
 
 import itertools
@@ -16,10 +18,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core import SchedulerCore
 from scheduler_svc.sim.runlog import RequestLog, RunLog
 
 # Pairs are looked at for so many tenants only, those with the most service.
 MAX_TENANTS = 24
+WATCH_ALL, WATCH_EVERY = 10_000, 100
 
 _Floats = npt.NDArray[np.float64]
 
@@ -79,8 +83,49 @@ def unit(requests: Sequence[RequestLog], limits: Limits) -> float:
     most_prompt = max(of.num_prompt_tokens for of in requests)
     most_output = max(of.num_output_tokens for of in requests)
     weight = min((limits.weights.get(of.tenant, 1.0) for of in requests), default=1.0)
+    return _unit(limits, most_prompt, most_output, weight)
+
+
+def _unit(limits: Limits, most_prompt: int, most_output: int, weight: float) -> float:
     given = most_prompt + limits.num_slots * (most_output + limits.max_inflight_steps)
     return limits.max_model_len + given / weight
+
+
+class Watch:
+    """Holds a core's counters against the bound while it serves. `num_looks` counts how often."""
+
+    def __init__(self, core: SchedulerCore, limits: Limits) -> None:
+        self.num_looks = 0
+        self._core = core
+        self._limits = limits
+        self._num_ends = 0
+        self._most_prompt = self._most_output = 0
+
+    def arrives(self, num_prompt: int, max_tokens: int) -> None:
+        """A request comes, which may have so many tokens of output."""
+        self._most_prompt = max(self._most_prompt, num_prompt)
+        self._most_output = max(self._most_output, max_tokens)
+
+    def ended(self) -> None:
+        """A request has ended. Raises AssertionError where the bound does not hold."""
+        self._num_ends += 1
+        if self._num_ends <= WATCH_ALL or self._num_ends % WATCH_EVERY == 0:
+            self._look()
+
+    def _look(self) -> None:
+        # Who waits for the second time costs nothing more.
+        heads = [request for request in self._core._waiting.heads() if not request.is_charged]
+        if len(heads) < 2:
+            return
+        self.num_looks += 1
+        waiting = sorted((of.tenant for of in heads), key=lambda tenant: tenant.counter)
+        least, most = waiting[0], waiting[-1]
+        weight = min(tenant.weight for tenant in waiting)
+        bound = _unit(self._limits, self._most_prompt, self._most_output, weight)
+        assert most.counter - least.counter <= bound, (
+            f"{most.name} has had {most.counter:,.0f} tokens by weight and {least.name}, which "
+            f"waits, too, {least.counter:,.0f}: more than {bound:,.0f} apart"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ Shipped: the core, fed and asked as the driver does. Modelled: all else; see loa
 results take half a round trip each; the way of tokens to clients costs nothing. A request's length
 is known to nobody before its last token, as with an EOS: it asks for twice as many tokens.
 
-The core is checked once in CHECK_EVERY rounds. It is given arrivals while fewer than MAX_WAITING
+The core is checked once in CHECK_EVERY rounds, and with `fair` its bound at ends of requests (see
+fairness). It is given arrivals while fewer than MAX_WAITING
 have not been admitted once; the others wait outside, as in the queue.
 """
 
@@ -70,6 +71,13 @@ class Cluster:
     cost: StepCost = costs.PRESETS["h100"]
     config: CoreConfig = field(default_factory=CoreConfig)
 
+    @property
+    def limits(self) -> fairness.Limits:
+        """On which the bound of `fair` depends."""
+        return fairness.Limits(
+            max_model_len=self.max_model_len, num_slots=self.num_slots * self.num_workers
+        )
+
 
 class Load:
     """One run. `run` may be called once."""
@@ -84,6 +92,8 @@ class Load:
         self._prefix_tokens = source.prefix_block_tokens
         self._arrivals: Iterator[Arrival] = iter(source)
         self._core = SchedulerCore(cluster.config)
+        is_fair = cluster.config.scheduling_policy == "fair"
+        self._watch = fairness.Watch(self._core, cluster.limits) if is_fair else None
         self._num_outputs: dict[int, int] = {}
         self._workers: dict[WorkerId, LoadWorker] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -175,6 +185,8 @@ class Load:
             room = self._cluster.max_model_len - len(prompt)
             self._num_outputs[number] = min(arrival.num_output_tokens, room)
             self._num_new += 1
+            if self._watch is not None:
+                self._watch.arrives(len(prompt), self._num_outputs[number])
             self._feed(
                 RequestArrived(
                     now_ns=self._now_ns(),
@@ -318,6 +330,8 @@ class Load:
         served = self.log.tokens_by_tenant
         tokens = finish.num_prompt_tokens + finish.num_output_tokens
         served[of.tenant] = served.get(of.tenant, 0) + tokens
+        if self._watch is not None:
+            self._watch.ended()
 
     def _turn_to(self, number: int, phase: Phase) -> None:
         if number >= self.log.max_timelines:
@@ -340,6 +354,7 @@ class Load:
         open_ = [of.index for of in log.requests if of.finished_s is None]
         assert not open_, f"{len(open_)} requests have no end: {open_[:5]}"
         log.duration_s = self._now_s
+        log.num_fairness_looks = self._watch.num_looks if self._watch is not None else 0
         log.prefix_queries, log.prefix_hits = stats.prefix_queries, stats.prefix_hits
         log.preemptions = {mode.value: count for mode, count in stats.preemptions.items()}
 
@@ -427,15 +442,14 @@ def main(argv: Sequence[str]) -> int:
     begin_s = time.process_time()
     log = run_load(cluster, source)
     seconds = time.process_time() - begin_s
-    limits = fairness.Limits(
-        max_model_len=cluster.max_model_len, num_slots=cluster.num_slots * cluster.num_workers
-    )
-    of = report.summarize(log, limits if args.policy == "fair" else None)
+    of = report.summarize(log, cluster.limits if args.policy == "fair" else None)
     sys.stdout.write(report.table({source.name: of}) + "\n")
     sys.stdout.write(
         f"{log.num_steps:,} steps of {args.workers} workers, {log.duration_s:,.0f} virtual seconds "
         f"in {seconds:,.1f} s of CPU, of which the core {log.core_cpu_s:,.1f} s\n"
     )
+    if args.policy == "fair":
+        sys.stdout.write(f"the bound of fair held each of {log.num_fairness_looks:,} times\n")
     if args.json:
         report.write_json(args.json, {source.name: of}, {"argv": list(argv)})
     if args.png:

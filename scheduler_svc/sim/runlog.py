@@ -112,6 +112,8 @@ class RunLog:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: dict[str, int] = field(default_factory=dict)
+    # How often at least two tenants waited when the bound of `fair` was looked at.
+    num_fairness_looks: int = 0
     # CPU seconds that the core has taken for all its rounds, by the real clock.
     core_cpu_s: float = 0.0
     # Served tokens by tenant (prompt and output), for fairness.

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.core import CoreConfig, Ready, SchedulerCore
+from scheduler_svc.core.tenants import Tenant
 from scheduler_svc.sim import fairness, report
 from scheduler_svc.sim.arrivals import ArrivalError, Source, Traffic, generate, open_source
 from scheduler_svc.sim.load import Cluster, repeated, run_load
@@ -94,6 +95,24 @@ def test_fair_shares_hold_their_bound() -> None:
     assert shares.num_tenants == 4
     assert shares.bound is not None
     assert shares.largest_lead <= shares.bound
+
+
+def test_the_bound_of_fair_is_held_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each end while few have ended, then at one in a hundred; and a wrong charge breaks it."""
+    cluster = replace(SMALL, num_workers=1, config=CoreConfig(scheduling_policy="fair"))
+    num_looks = run_load(cluster, chat(rate_per_s=400.0)).num_fairness_looks
+    assert num_looks > 50
+    monkeypatch.setattr(fairness, "WATCH_ALL", 0)
+    assert 0 < run_load(cluster, chat(rate_per_s=400.0)).num_fairness_looks < num_looks / 20
+    monkeypatch.undo()
+    charge = Tenant.charge
+
+    def too_much(self: Tenant, num_tokens: int) -> None:
+        charge(self, num_tokens * (1000 if self.name == "tenant-0" else 1))
+
+    monkeypatch.setattr(Tenant, "charge", too_much)
+    with pytest.raises(AssertionError, match="tenant-0 has had"):
+        run_load(cluster, chat(rate_per_s=400.0))
 
 
 def test_a_file_begins_anew_at_its_end() -> None:
