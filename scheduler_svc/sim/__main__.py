@@ -90,7 +90,8 @@ def census(outcomes: Sequence[Outcome], seconds: float) -> str:
         f"{count} seeds, {sum(o.num_requests for o in outcomes)} requests, "
         f"{sum(o.num_steps for o in outcomes)} steps, "
         f"{sum(o.num_events for o in outcomes)} events, "
-        f"{sum(o.num_blocks_checked for o in outcomes)} blocks compared",
+        f"{sum(o.num_blocks_checked for o in outcomes)} blocks and "
+        f"{sum(o.num_scored for o in outcomes)} log probabilities compared",
         f"ends: {', '.join(f'{name} {ends[name]}' for name in sorted(ends))}; "
         f"{sum(o.num_refused for o in outcomes)} times refused and asked again",
         f"{sum(o.virtual_s for o in outcomes):.0f} virtual seconds in {seconds:.1f} s, "

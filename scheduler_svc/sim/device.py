@@ -1,22 +1,25 @@
 """The device of a simulated worker: tokens made up, memory whose content can be told.
 
 Modelled: the model and its KV memory. The next token is a pure function of a request's seed and its
-position. Each block remembers, for each of its tokens, a number that stands for the keys and values
-of that token after all tokens before it, of that tenant; a step that reads a block with any other
-number in it is a violation, whatever let it come to that: a block given out twice, a copy that is
-missing or late, a cache hit on another prefix or another tenant's.
+position; a token's log probability, where it is wanted, of it and all before it. Each block
+remembers, for each of its tokens, a number that stands for the keys and values of that token after
+all tokens before it, of that tenant; a step that reads a block with any other number in it is a
+violation, whatever let it come to that: a block given out twice, a copy that is missing or late, a
+cache hit on another prefix or another tenant's.
 
 Swaps run beside the steps, one after the other: a SWAP_OUT reads its blocks when it ends, a SWAP_IN
 spoils its targets when it begins.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gpu_worker.ports import (
     BrokenDeviceError,
     CacheGroupSpec,
+    LogprobRows,
     Operation,
     OperationKind,
     RunnerInfo,
@@ -61,6 +64,26 @@ class Script:
         for token in self.tokens:
             value = (value * 0x9E3779B97F4A7C15 + token + 1) & _MASK
             self.content.append(value)
+
+    def logprob(self, position: int) -> float:
+        """Of the token there. In 32 bits exact."""
+        return -(1 + (self.content[position] >> 40) % 4096) / 256
+
+    def likeliest(self, position: int, count: int) -> list[tuple[int, float]]:
+        """The tokens most likely in its place, with their log probabilities."""
+        mixed = self.content[position]
+        return [((mixed >> 7 * i) % VOCAB_SIZE, -(i + 1) / 8) for i in range(count)]
+
+    def logprob_rows(self, positions: Iterable[int], num_top: int) -> LogprobRows:
+        """Of the tokens at these positions, as a model gives them."""
+        rows = list(positions)
+        top = [entry for position in rows for entry in self.likeliest(position, num_top)]
+        return LogprobRows(
+            num_top=num_top,
+            logprobs=array("f", map(self.logprob, rows)),
+            top_token_ids=array("i", [token for token, _ in top]),
+            top_logprobs=array("f", [logprob for _, logprob in top]),
+        )
 
 
 def make_outputs(seed: int, max_tokens: int, stop_at: int | None) -> list[int]:
@@ -154,6 +177,7 @@ class SimRunner:
         self.ahead_s += step_s
         tokens: list[int | None] = []
         failures: list[tuple[int, str]] = []
+        logprobs: list[tuple[int, LogprobRows]] = []
         for index, row in enumerate(rows):
             script = self._script_of(row.sampling.seed, row.sampling.sample_index)
             if script is None:
@@ -173,9 +197,26 @@ class SimRunner:
                         "a request ends once", f"output {row.output_position} is behind its end"
                     )
                 tokens.append(script.outputs[row.output_position])
+            if row.sampling.num_logprobs is not None:
+                logprobs.append((index, self._scored(row, script)))
         return StepOutput(
-            token_ids=tuple(tokens), failures=tuple(failures), forward_us=round(step_s * 1e6)
+            token_ids=tuple(tokens),
+            failures=tuple(failures),
+            logprobs=tuple(logprobs),
+            forward_us=round(step_s * 1e6),
         )
+
+    def _scored(self, row: ScheduledRow, script: Script) -> LogprobRows:
+        """Of the known tokens that are asked for, and of the one that the row has sampled."""
+        end = row.start + len(row.token_ids)
+        first = end + 1 - row.samples - len(row.scored_token_ids)
+        known = script.tokens[first : first + len(row.scored_token_ids)]
+        if known != list(row.scored_token_ids):
+            raise self._violated(
+                "a row scores its request's tokens", f"slot {row.slot}, from {first} on"
+            )
+        count = len(known) + row.samples
+        return script.logprob_rows(range(first, first + count), row.sampling.num_logprobs or 0)
 
     def _compute(self, row: ScheduledRow, script: Script) -> None:
         start, size, content = row.start, self._spec.block_size, script.content

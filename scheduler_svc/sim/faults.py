@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from quire.v1 import worker_pb2
+from quire.v1 import queue_pb2, worker_pb2
 
 from scheduler_svc.sim.redis_trouble import Outage
 from scheduler_svc.sim.worker import SESSION
@@ -21,13 +21,15 @@ from scheduler_svc.sim.worker import SESSION
 if TYPE_CHECKING:
     from scheduler_svc.sim.world import World
 
-POISON = "poison"
+POISON, JUMPS = "poison", "clock jump"
+FORGETS, DIES = "redis loses its last writes", "gateway dies"
 KINDS = (
     "lost result", "late result", "repeated result", "worker dies", "worker stands still",
     "worker is slow", "scheduler-worker reset", "scheduler-worker silent", "worker-gateway reset",
     "worker-gateway silent", "redis away", "redis hangs", "redis answer lost",
-    "leader cut off from redis", "leader stands still", "leader dies", "leader drains",
-    "worker drains", "cancel storm", "clock jump", POISON,
+    FORGETS, "leader cut off from redis", "leader stands still", "leader dies", "leader drains",
+    "worker drains", "worker comes", DIES, "gateway drains", "gateway comes",
+    "cancel storm", JUMPS, POISON,
 )  # fmt: skip
 MAX_FAULTS = 40
 MIN_EFFECTS = 3
@@ -41,6 +43,7 @@ class Faults:
         self._world = world
         self._random = random
         self.effects: Counter[str] = Counter()
+        self._forgetting = False
         self._menu: dict[str, Callable[[], Awaitable[bool]]] = {
             "lost result": lambda: self._tamper("lost"),
             "late result": lambda: self._tamper("late"),
@@ -55,20 +58,30 @@ class Faults:
             "redis away": lambda: self._redis_away(hangs=False),
             "redis hangs": lambda: self._redis_away(hangs=True),
             "redis answer lost": self._answer_lost,
+            FORGETS: self._redis_forgets,
             "leader cut off from redis": self._leader_cut_off,
             "leader stands still": self._leader_pauses,
             "leader dies": self._leader_dies,
             "leader drains": self._leader_drains,
             "worker drains": self._worker_drains,
+            "worker comes": self._worker_comes,
+            DIES: self._gateway_dies,
+            "gateway drains": self._gateway_drains,
+            "gateway comes": self._gateway_comes,
             "cancel storm": self._cancel_storm,
-            "clock jump": self._clock_jump,
+            JUMPS: self._clock_jump,
         }
         assert {*self._menu, POISON} == {*KINDS}
 
     async def run(self, over_s: float, only: str | None) -> None:
         """Faults while requests come, and on until enough have taken effect."""
         random, loop = self._random, self._world.loop
-        kinds = [kind for kind in self._menu if only is None or kind == only]
+        left_out = {JUMPS if self._world.forgetful else FORGETS}
+        if not self._world.gateways_die:
+            left_out.add(DIES)
+        kinds = [kind for kind in self._menu if kind == (only or kind) and kind not in left_out]
+        # Where they may come at all they come more often than the others.
+        kinds += 2 * [kind for kind in (FORGETS, DIES) if kind in kinds]
         mean_s = random.choice((0.15, 0.3, 0.6))
         for _ in range(MAX_FAULTS):
             enough = sum(self.effects.values()) >= MIN_EFFECTS
@@ -172,6 +185,25 @@ class Faults:
         trouble.lose_no_more(lost)
         return lost.num_hit > 0
 
+    async def _redis_forgets(self) -> bool:
+        world = self._world
+        if self._forgetting:
+            return False
+        self._forgetting = True
+        saved = world.redis.saved()
+        await asyncio.sleep(self._random.uniform(0.05, 1.0))
+        self._forgetting = False
+        if world.healed:
+            return False
+        lost, num_back = world.redis.forget(saved)
+        world.journal.note("redis", f"loses {len(lost)} entries, {num_back} come back")
+        world.forgotten.update(_request_id(flat) for flat in lost)
+        outage = Outage(restarts=True)
+        world.redis.go(outage)
+        await asyncio.sleep(self._seconds(0.3, 2.0))
+        world.redis.trouble.end(outage)
+        return bool(lost or num_back)
+
     async def _leader_cut_off(self) -> bool:
         leader = self._world.leader
         if leader is None:
@@ -231,6 +263,46 @@ class Faults:
                 break
         return num_rows > 0 and now.drained
 
+    async def _worker_comes(self) -> bool:
+        worker = self._world.add_worker()
+        if worker is None:
+            return False
+        now = worker.now
+        return await self._soon(lambda: now.executor.num_steps > 0)
+
+    async def _gateway_dies(self) -> bool:
+        gateway = self._random.choice(self._world.gateways)
+        busy = gateway.alive and gateway.now.engine.num_live > 0
+        gateway.die(self._seconds(0.2, 3.0))
+        return busy
+
+    async def _gateway_drains(self) -> bool:
+        gateway = self._random.choice(self._world.gateways)
+        if not gateway.alive:
+            return False
+        now, num_live = gateway.now, gateway.now.engine.num_live
+        now.drain()
+        return await self._soon(lambda: now.process.dead) and num_live > 0 and now.drained
+
+    async def _gateway_comes(self) -> bool:
+        world = self._world
+        gateway = world.add_gateway()
+        if gateway is None:
+            return False
+        now = gateway.now
+        world.ask_more(gateway)
+        return await self._soon(
+            lambda: any(a.gateway is now and a.given for a in world.clients.answers)
+        )
+
+    async def _soon(self, condition: Callable[[], bool]) -> bool:
+        """Whether it comes about within some seconds."""
+        for _ in range(25):
+            if condition():
+                return True
+            await asyncio.sleep(0.2)
+        return condition()
+
     async def _cancel_storm(self) -> bool:
         clients = self._world.clients
         live = clients.live()
@@ -238,3 +310,12 @@ class Faults:
         for answer in leaving:
             answer.gateway.process.run(clients.leave, answer)
         return len(leaving) >= 2
+
+
+def _request_id(flat: list[bytes]) -> bytes:
+    """Of the request that an entry of a stream is about."""
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    if b"notice" in fields:
+        return queue_pb2.Notice.FromString(fields[b"notice"]).request_id
+    entry = queue_pb2.QueueEntry.FromString(fields[b"entry"])
+    return entry.request.request_id or entry.cancel.request_id

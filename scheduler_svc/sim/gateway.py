@@ -1,8 +1,9 @@
 """A simulated gateway process.
 
-Shipped: the engine with everything below it (stream assembly, superseding, sweeping), the token
-streams' client side, and the queue. Modelled: the tokenizer, a token being one character, and what
-is above the engine: clients call it as REST handlers do.
+Shipped: the engine with everything below it (stream assembly, superseding, sweeping, drains), the
+token streams' client side, and the queue. Modelled: the tokenizer, a token being one character;
+what is above the engine: clients call it as REST handlers do; and the order in which gateway.app
+begins and ends.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from redis.exceptions import RedisError
 from gateway.adapters.queue_redis import RedisQueue
 from gateway.adapters.tokens_grpc import TokensFleet
 from gateway.core.prompt import Message
+from gateway.core.requests import RawRequest
 from gateway.core.types import ModelInfo
 from gateway.engine import Engine, EngineConfig
 from gateway.live import LiveRequest
@@ -27,6 +29,11 @@ from scheduler_svc.sim.redis_clients import RedisClient
 from servicekit.metrics import new_registry
 
 START_RETRY_S = 0.5
+DRAIN_S, LAST_WORDS_S = 3.0, 0.5
+
+
+class GoneError(Exception):
+    """The process to which a client is connected has ended."""
 
 
 class SimDetokenizer:
@@ -90,7 +97,7 @@ class OnceEngine(Engine):
 
 
 class SimGateway:
-    """One process, which lives as long as its world."""
+    """One process's life. `on_exit` is called when it has drained."""
 
     def __init__(
         self,
@@ -102,17 +109,23 @@ class SimGateway:
         config: EngineConfig,
         redis: RedisClient,
         random: Random,
+        on_exit: Callable[[], None],
     ) -> None:
         self.process = Process(loop, name)
         self.name = name
+        self.drained = False
+        # Done when the process has ended.
+        self.gone: asyncio.Future[None] = loop.create_future()
         self._loop = loop
+        self._on_exit = on_exit
+        self._stop = asyncio.Event()
         client: Any = redis
-        reply_to = random.randbytes(16)
+        gateway_id, reply_to = f"{name}-{random.randbytes(4).hex()}", random.randbytes(16)
         self._queue = RedisQueue(
             redis=client,
             blocking=client,
             model=model.name,
-            gateway_id=name,
+            gateway_id=gateway_id,
             reply_to=reply_to,
             max_requests=10_000,
             max_tokens=10_000_000,
@@ -121,7 +134,7 @@ class SimGateway:
             redis=client,
             model=model.name,
             digest=model.digest,
-            gateway_id=name,
+            gateway_id=gateway_id,
             reply_to=reply_to,
             clock_s=loop.time,
             dial=network.dial(name),
@@ -142,6 +155,21 @@ class SimGateway:
         """Registers and serves."""
         self.process.start(self._guarded(self._main))
 
+    def drain(self) -> None:
+        """Ends in order, as at SIGTERM."""
+        self.process.run(self._stop.set)
+
+    async def submit(self, raw: RawRequest) -> list[LiveRequest]:
+        """As a connection to it brings a request. Raises GatewayError, or GoneError."""
+        answer = self.process.start(self.engine.submit_all([raw]))
+        both: list[asyncio.Future[Any]] = [answer, self.gone]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if self.gone.done():
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # nobody else will ask for it
+            raise GoneError(self.name)
+        return answer.result()
+
     async def _guarded(self, work: Callable[[], Any]) -> None:
         try:
             await work()
@@ -150,12 +178,28 @@ class SimGateway:
 
     async def _main(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._fleet.run(self.engine))
-            group.create_task(self.engine.run())
-            while True:
-                try:
-                    await self._queue.start()
-                    break
-                except RedisError:
-                    await asyncio.sleep(START_RETRY_S)
-            group.create_task(self._queue.run(self.engine.on_notice))
+            tasks = [
+                group.create_task(self._fleet.run(self.engine)),
+                group.create_task(self.engine.run()),
+            ]
+            await self._wait_for_redis()
+            if not self._stop.is_set():
+                tasks.append(group.create_task(self._queue.run(self.engine.on_notice)))
+            await self._stop.wait()
+            await self.engine.drain(DRAIN_S)
+            await self._queue.flush(LAST_WORDS_S)
+            # For the last frames.
+            await asyncio.sleep(LAST_WORDS_S)
+            for task in tasks:
+                task.cancel()
+        await self._queue.close()
+        self.drained = True
+        self._on_exit()
+
+    async def _wait_for_redis(self) -> None:
+        while not self._stop.is_set():
+            try:
+                await self._queue.start()
+                return
+            except RedisError:
+                await asyncio.sleep(START_RETRY_S)

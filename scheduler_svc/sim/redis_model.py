@@ -5,13 +5,15 @@ far as the registries and the backlog need them, a channel, the clock (which can
 script by a function of the same effect. Scripts are found by their text, so that one that is
 changed without its model is a KeyError and no silent difference.
 
-A key that has run out is gone at the next look at it. Not modelled: a server that comes back
-without its last writes; a stream's cap is exact, which Redis' own is not.
+A key that has run out is gone at the next look at it. `saved` is what the server's file holds at a
+moment; a server that dies comes back with that (`forget`). Not modelled: a stream's cap is exact,
+which Redis' own is not; ids of entries go on where they were, though Redis may give one anew that
+it has lost if its clock has gone back meanwhile, too.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -37,6 +39,17 @@ class _Stream:
     delivered: _StreamId = (0, 0)
     pending: dict[_StreamId, None] = field(default_factory=dict)
     waiters: list["asyncio.Future[None]"] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """All keys of a moment."""
+
+    until_ms: dict[str, int]
+    strings: dict[str, tuple[bytes, int | None]]
+    streams: dict[str, _Stream]
+    members: dict[str, dict[str, int]]
+    hashes: dict[str, dict[str, str]]
 
 
 class RedisServer:
@@ -85,6 +98,37 @@ class RedisServer:
         self.trouble.begin(outage)
         for stream in self._streams.values():
             _wake(stream)
+
+    def saved(self) -> Saved:
+        """What the file holds now."""
+        return Saved(
+            until_ms=dict(self._until_ms),
+            strings=dict(self._strings),
+            streams={
+                key: replace(of, entries=dict(of.entries), pending=dict(of.pending), waiters=[])
+                for key, of in self._streams.items()
+            },
+            members={key: dict(of) for key, of in self._members.items()},
+            hashes={key: dict(of) for key, of in self._hashes.items()},
+        )
+
+    def forget(self, saved: Saved) -> tuple[list[list[bytes]], int]:
+        """Dies, and will know only what was saved, which is the server's from now on.
+
+        Returns the entries of streams that are lost by it, and how many come back that were gone.
+        """
+        self.trouble.reset()
+        lost: list[list[bytes]] = []
+        num_back = 0
+        for key in {**self._streams, **saved.streams}:
+            now, old = self._streams.get(key, _Stream()), saved.streams.setdefault(key, _Stream())
+            lost += [flat for i, flat in now.entries.items() if i not in old.entries]
+            num_back += len(old.entries.keys() - now.entries.keys())
+            old.last_id, old.waiters = max(now.last_id, old.last_id), now.waiters
+        self._until_ms, self._strings, self._streams, self._members, self._hashes = (
+            saved.until_ms, saved.strings, saved.streams, saved.members, saved.hashes,
+        )  # fmt: skip
+        return lost, num_back
 
     def num_entries(self, key: str) -> int:
         """Length of a stream."""

@@ -4,6 +4,7 @@
     hang          commands wait; a client gives up after HANG_S. When the server wakes it does what
                   it holds, some of it although its client has given up (the rest never came)
     lost answers  commands are done, their answers get lost
+    crash         an outage after which the server knows what its file held (RedisServer.forget)
 
 Each counts the commands that it hit.
 """
@@ -49,9 +50,10 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class Outage:
-    """Of all processes or of one."""
+    """Of all processes or of one. One of a server that starts anew takes the time that it takes."""
 
     hangs: bool = False
+    restarts: bool = False
     process: str | None = None
     num_hit: int = 0
     held: list[Held] = field(default_factory=list)
@@ -98,6 +100,13 @@ class Trouble:
             else:
                 command.fail(RedisConnectionError("Connection reset by peer"))
 
+    def reset(self) -> None:
+        """All connections are gone: what hangs is not done any more."""
+        for outage in self._outages:
+            held, outage.held = outage.held, []
+            for command in held:
+                command.fail(RedisConnectionError("Connection reset by peer"))
+
     def lose(self, count: int) -> LostAnswers:
         """So many answers."""
         lost = LostAnswers(count)
@@ -122,4 +131,5 @@ class Trouble:
         """All of it."""
         self._lost.clear()
         for outage in reversed(self._outages[:]):
-            self.end(outage)
+            if not outage.restarts:
+                self.end(outage)

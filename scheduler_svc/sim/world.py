@@ -1,7 +1,12 @@
 """A world: processes, what is between them, their clients, and one seed for all.
 
 `run` lets requests and faults come, heals everything, and requires that each request ends within
-HEALED_S and that nothing is left over SETTLED_S later.
+HEALED_S and that nothing is left over SETTLED_S later: FORGOTTEN_S where gateways have gone, whose
+requests the scheduler gives up after a grace, or Redis has lost its last writes.
+
+Redis loses writes in one world of RARE only: there a request that it has lost has to wait for its
+deadline, which is nearer there; and no clock jumps, which would bring deadlines. Gateways die in
+another one of RARE, since much time passes until they are given up.
 """
 
 import asyncio
@@ -12,29 +17,28 @@ from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
-from gateway.core.types import ModelInfo
 from gateway.engine import EngineConfig
 from scheduler_svc import settings
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.sim import clients as asking
-from scheduler_svc.sim.device import EOS, VOCAB_SIZE, DeviceSpec, SimRunner, ViolationError
-from scheduler_svc.sim.faults import POISON, Faults
-from scheduler_svc.sim.gateway import SimGateway
+from scheduler_svc.sim.device import DeviceSpec, ViolationError
+from scheduler_svc.sim.faults import DIES, FORGETS, POISON, Faults
 from scheduler_svc.sim.journal import Journal
 from scheduler_svc.sim.loop import Process, VirtualLoop
 from scheduler_svc.sim.network import Network
-from scheduler_svc.sim.redis_clients import RedisClient
+from scheduler_svc.sim.places import GatewayPlace, SchedulerPlace, WorkerPlace
 from scheduler_svc.sim.redis_model import RedisServer
-from scheduler_svc.sim.scheduler import SimScheduler
-from scheduler_svc.sim.worker import SimWorker
 from servicekit import redis_keys
 
 MIN_REQUESTS = 50
 ARRIVALS_S = 3.0
 HEALED_S = 120.0
 SETTLED_S = 5.0
+FORGOTTEN_S = 30.0
 STALL_S = 10.0
-RESTART_S = 0.3
+RARE = 5
+DEADLINE_S, NEAR_DEADLINE_S = 600.0, 90.0
+MAX_WORKERS, MAX_GATEWAYS = 3, 3
 START_S = 1.2
 
 
@@ -58,93 +62,11 @@ class Outcome:
     num_steps: int = 0
     num_blocks_checked: int = 0
     num_refused: int = 0
+    num_scored: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     rule: str = ""
     detail: str = ""
-
-
-class _Place:
-    """Where processes of one name live, one after the other."""
-
-    def __init__(self, world: "World", name: str) -> None:
-        self.name = name
-        self.alive = False
-        self._world = world
-
-    def _die(self, process: Process, after_s: float, start: Callable[[], None]) -> None:
-        self.alive = False
-        process.kill()
-        self._world.network.died(self.name)
-        self._world.network.client_died(self.name)
-        self._world.journal.note(self.name, "has died")
-        self._world.later(after_s, start)
-
-
-class WorkerPlace(_Place):
-    """A worker's name and device sizes; its memory is new in each life."""
-
-    def __init__(self, world: "World", name: str, spec: DeviceSpec) -> None:
-        super().__init__(world, name)
-        self._spec = spec
-        self.num_steps = 0
-        self.runners: list[SimRunner] = []
-        self.start()
-
-    def start(self) -> None:
-        """A new incarnation."""
-        world = self._world
-        runner = SimRunner(world.loop, self._spec, world.clients.script_of)
-        self.runners.append(runner)
-        self.now = SimWorker(
-            world.loop,
-            world.network,
-            name=self.name,
-            model=asking.MODEL,
-            incarnation=world.random.getrandbits(62) + 1,
-            runner=runner,
-            redis=RedisClient(world.redis, self.name),
-            on_leave=lambda: self.die(RESTART_S),
-        )
-        self.alive = True
-        self.now.start()
-        world.journal.note(self.name, "has started")
-
-    def die(self, after_s: float) -> None:
-        """And is started anew after so long."""
-        if self.alive:
-            self.num_steps += self.now.executor.num_steps
-            self._die(self.now.process, after_s, self.start)
-
-
-class SchedulerPlace(_Place):
-    """A scheduler's name."""
-
-    def __init__(self, world: "World", name: str, config: SchedulerSettings) -> None:
-        super().__init__(world, name)
-        self._config = config
-        self.start()
-
-    def start(self) -> None:
-        """A new process, which stands by."""
-        world = self._world
-        self.now = SimScheduler(
-            world.loop,
-            world.network,
-            name=self.name,
-            settings=self._config,
-            redis=RedisClient(world.redis, self.name),
-            journal=world.journal,
-            on_exit=lambda code: self.die(RESTART_S),
-            suspects=world.suspects,
-        )
-        self.alive = True
-        self.now.start()
-
-    def die(self, after_s: float) -> None:
-        """And is started anew after so long."""
-        if self.alive:
-            self._die(self.now.process, after_s, self.start)
 
 
 class World:
@@ -163,8 +85,13 @@ class World:
         self.random = Random(f"{seed}:world")
         self._requests = Random(f"{seed}:requests")
         self._num_asked = 0
-        # Requests that a scheduler has taken for poison.
+        # Requests that a scheduler has taken for poison; those of which Redis has lost something.
         self.suspects: set[bytes] = set()
+        self.forgotten: set[bytes] = set()
+        self.gateways_have_gone = self.healed = False
+        by_chance = options.only is None and plot is None
+        self.forgetful = options.only == FORGETS or (by_chance and seed % RARE == 0)
+        self.gateways_die = options.only == DIES or (by_chance and seed % RARE == 1)
         self.loop = loop = VirtualLoop()
         self.process = Process(loop, "world")
         self.journal = Journal(loop, write)
@@ -172,12 +99,15 @@ class World:
         self.redis = RedisServer(loop, Random(f"{seed}:redis"))
         asyncio._set_running_loop(loop)
         try:
-            self.gateways = [self._gateway(f"gateway-{i}") for i in range(2)]
-            self.clients = asking.Clients(loop, self.journal, self.gateways, self.suspects)
-            self.workers = [
-                WorkerPlace(self, f"worker-{i}", self._spec())
-                for i in range(self.random.choice((2, 2, 3)))
-            ]
+            self.gateways: list[GatewayPlace] = []
+            self.workers: list[WorkerPlace] = []
+            self.clients = asking.Clients(
+                loop, self.journal, self.gateways, self.suspects, self.forgotten
+            )
+            for _ in range(2):
+                self.add_gateway()
+            for _ in range(self.random.choice((2, 2, 3))):
+                self.add_worker()
             config = self._settings()
             self.schedulers = [SchedulerPlace(self, f"scheduler-{i}", config) for i in range(2)]
         finally:
@@ -200,6 +130,27 @@ class World:
         """Calls it as the world, not as whoever asks."""
         self.loop.call_later(seconds, function, context=self.process.context)
 
+    def add_worker(self) -> WorkerPlace | None:
+        """One more, with its own sizes; None at the bound."""
+        if len(self.workers) >= MAX_WORKERS:
+            return None
+        place = WorkerPlace(self, f"worker-{len(self.workers)}", self._spec())
+        self.workers.append(place)
+        return place
+
+    def add_gateway(self) -> GatewayPlace | None:
+        """One more; None at the bound."""
+        if len(self.gateways) >= MAX_GATEWAYS:
+            return None
+        config = EngineConfig(
+            default_deadline_s=NEAR_DEADLINE_S if self.forgetful else DEADLINE_S,
+            stall_s=STALL_S,
+            stream_buffer_tokens=256,
+        )
+        place = GatewayPlace(self, f"gateway-{len(self.gateways)}", config)
+        self.gateways.append(place)
+        return place
+
     def run(self) -> Outcome:
         """The whole of it. Never raises: what is broken stands in the outcome."""
         outcome = Outcome(seed=self.seed)
@@ -215,6 +166,7 @@ class World:
         outcome.virtual_s = self.loop.time()
         outcome.num_requests = len(self.clients.answers)
         outcome.num_refused = self.clients.num_refused
+        outcome.num_scored = self.clients.num_scored
         outcome.faults = self.faults.effects
         outcome.ends = self.clients.ends
         runners = [runner for worker in self.workers for runner in worker.runners]
@@ -229,8 +181,6 @@ class World:
     # One after the other
 
     async def _main(self) -> None:
-        for gateway in self.gateways:
-            gateway.start()
         num_poison = (
             0 if self._options.only not in (None, POISON) else self.random.choice((0, 0, 1, 2))
         )
@@ -244,21 +194,30 @@ class World:
             await asyncio.sleep(ARRIVALS_S)
         self._heal()
         await self._until(lambda: not self.clients.num_open, HEALED_S, self._who_is_open)
-        await self._until(lambda: not self._left_over(), SETTLED_S, self._left_over)
+        settled_s = FORGOTTEN_S if self.gateways_have_gone or self.forgotten else SETTLED_S
+        await self._until(lambda: not self._left_over(), settled_s, self._left_over)
         self.clients.check_ends()
 
-    def ask_more(self) -> None:
-        """For faults that want somebody to meet."""
-        self._ask(10, 1.0, 0)
+    def ask_more(self, of: GatewayPlace | None = None) -> None:
+        """For faults that want somebody to meet; of one gateway, or of those of the begin."""
+        if of is None:
+            self._ask(10, 1.0, 0)
+        else:
+            self._ask(3, 0.5, 0, self.gateways.index(of))
 
-    def _ask(self, num_requests: int, over_s: float, num_poison: int) -> None:
+    def _ask(
+        self, num_requests: int, over_s: float, num_poison: int, gateway: int | None = None
+    ) -> None:
         first = self._num_asked
         asked = asking.draw(self._requests, num_requests, over_s, num_poison, first)
         self._num_asked += len(asked)
+        for call in asked:
+            call.gateway = call.gateway if gateway is None else gateway
         self.clients.start(asked)
 
     def _heal(self) -> None:
         self.journal.note("world", "heals")
+        self.healed = True
         self.redis.trouble.heal()
         self.network.heal_all()
         for worker in self.workers:
@@ -286,7 +245,7 @@ class World:
         left = {
             "queue entries": self.redis.num_entries(requests),
             "pending entries": self.redis.num_pending(requests),
-            "streams": sum(gateway.engine.num_live for gateway in self.gateways),
+            "streams": sum(g.now.engine.num_live for g in self.gateways if g.alive),
             "rows": sum(w.now.num_live_rows for w in self.workers if w.alive),
         }
         leader = self.leader
@@ -326,25 +285,6 @@ class World:
             ("enable_prefix_caching", random.choice(("true", "true", "true", "false"))),
         )
         return _settings_of(chosen)
-
-    def _gateway(self, name: str) -> SimGateway:
-        return SimGateway(
-            self.loop,
-            self.network,
-            name=name,
-            model=ModelInfo(
-                name=asking.MODEL,
-                digest="d" * 64,
-                vocab_size=VOCAB_SIZE,
-                max_model_len=512,
-                eos_token_ids=(EOS,),
-            ),
-            config=EngineConfig(
-                default_deadline_s=600.0, stall_s=STALL_S, stream_buffer_tokens=256
-            ),
-            redis=RedisClient(self.redis, name),
-            random=Random(f"{self.seed}:{name}"),
-        )
 
 
 @cache

@@ -157,8 +157,10 @@ PLANTED = {
         Sessions, "open", _any_epoch, "leader cut off from redis",
         "no worker obeys an older epoch",
     ),
+    # Seed 0 is a world in which deadlines are near.
     "entries are acknowledged as they are read": (
-        RequestInbox, "_deliver", _acknowledged_first, None, "everything ends after all is healed",
+        RequestInbox, "_deliver", _acknowledged_first, None,
+        "an undisturbed request ends by itself",
     ),
     "a copy is lost": (
         WorkerState, "_copy_on_write", _without_copy, None,
