@@ -64,6 +64,13 @@ def fetch(url: str, timeout_s: float = 10.0) -> tuple[int, str]:
         return 0, str(error)
 
 
+def cpu_seconds(pid: int, *, main_thread: bool = False) -> float:
+    """CPU time of a process so far, all its threads or the main one; to a hundredth."""
+    stat = Path(f"/proc/{pid}/task/{pid}/stat" if main_thread else f"/proc/{pid}/stat")
+    fields = stat.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Metrics:
     """The samples of one scrape."""
 

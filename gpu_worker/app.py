@@ -54,7 +54,12 @@ async def main(
 class Worker:
     """One worker, run once. The ports are known once it listens."""
 
-    def __init__(self, configured: WorkerSettings, load_runner: RunnerFactory) -> None:
+    def __init__(
+        self,
+        configured: WorkerSettings,
+        load_runner: RunnerFactory,
+        make_hub: Callable[..., TokenHub] = TokenHub,
+    ) -> None:
         self._settings = configured
         self._model = model_files.served_name(configured.served_model_name, configured.model)
         self._log = logs.get_logger("worker")
@@ -78,7 +83,7 @@ class Worker:
             log=logs.get_logger("session"),
             on_dropped_cancel=self._metrics.cancel_dropped,
         )
-        self._hub = TokenHub(
+        self._hub = make_hub(
             max_batches=configured.outbox_batches,
             clock_s=time.monotonic,
             on_subscriptions=self._sessions.set_gateways,

@@ -20,7 +20,7 @@ from quire.v1 import common_pb2, queue_pb2, worker_pb2
 from redis.asyncio import Redis
 
 from benchmarks.hop.delay import delaying
-from benchmarks.stack import ROOT, Process, wait_for
+from benchmarks.stack import ROOT, Process, cpu_seconds, wait_for
 from deploy.local import ports, valkey
 from servicekit import grpc_server, redis_client, redis_keys
 
@@ -218,7 +218,7 @@ class Plane:
         metrics = await asyncio.to_thread(self.scheduler.metrics)
         return (
             {name: metrics.total(name) for name in names},
-            _cpu_seconds(self.scheduler.pid),
+            cpu_seconds(self.scheduler.pid),
             time.monotonic(),
         )
 
@@ -229,12 +229,6 @@ async def measure(load: Load, *, warm_up_s: float, seconds: float) -> Reading:
         async with Plane(Path(folder), load).running() as plane:
             await asyncio.sleep(warm_up_s)
             return await plane.read(seconds)
-
-
-def _cpu_seconds(pid: int) -> float:
-    """CPU time of a process, all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _announce(redis: Redis) -> None:
