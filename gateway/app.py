@@ -3,17 +3,20 @@
 import asyncio
 import gc
 import secrets
+import time
 
 import grpc.aio
 from quire.oip import open_inference_pb2_grpc
 from quire.v1 import inference_pb2_grpc
 from redis.exceptions import RedisError
 
+from gateway.adapters import thread_clock
 from gateway.adapters.keys_file import KeysFile
 from gateway.adapters.queue_redis import RedisQueue
 from gateway.adapters.tokenizer_hf import HfTokenizer, ModelFilesError, load_model
 from gateway.adapters.tokens_grpc import TokensFleet
 from gateway.core.keys import KeysError
+from gateway.core.saturation import Saturation
 from gateway.core.types import ModelInfo
 from gateway.engine import Engine, EngineConfig
 from gateway.grpc_auth import KeyInterceptor, tenant
@@ -73,6 +76,7 @@ class Gateway:
             digest=model.digest,
             gateway_id=gateway_id,
             reply_to=reply_to,
+            saturated=Saturation(time.monotonic, thread_clock.wanted_s()).seen,
         )
         self.engine = Engine(
             model=model,

@@ -45,6 +45,8 @@ from servicekit import logs
 
 SWEEP_S = 0.25
 RETRY_S = 0.5
+# While the loop is behind, tokens wait so long at most for others to share a frame with.
+HOLD_S = 0.02
 MAX_STRANGERS = 10_000
 # After a worker's stream has broken, until the scheduler can be taken to give it no more of ours.
 UNSUBSCRIBED_S = 2.0
@@ -93,6 +95,10 @@ class Engine:
         # In the order in which they were found to want it.
         self._to_supersede: dict[LiveRequest, None] = {}
         self._supersede_news = asyncio.Event()
+        # Those with tokens that nobody has been told of, and what will tell; see `on_batch`.
+        self._holding = False
+        self._held: dict[LiveRequest, None] = {}
+        self._release: asyncio.TimerHandle | None = None
         self._log = logs.get_logger("gateway.engine")
         self._metrics = metrics
         metrics.watch_streams(lambda: len(self._live))
@@ -201,10 +207,14 @@ class Engine:
 
     # News (EventSink).
 
-    def on_batch(self, batch: TokenBatch, link: WorkerLink) -> None:
-        """Hands each request its tokens."""
-        now_s = self._clock_s()
-        at = 0
+    def on_batch(self, batch: TokenBatch, link: WorkerLink, *, hold: bool = False) -> None:
+        """Hands each request its tokens.
+
+        With `hold` its client's side hears of them with the next batch without, or HOLD_S later:
+        of first tokens and of ends at once.
+        """
+        now_s, self._holding = self._clock_s(), hold
+        at = num_fresh = 0
         for i, attempt in enumerate(batch.attempts):
             request_id = RequestId(batch.request_ids[16 * i : 16 * i + 16])
             count = batch.num_tokens[i]
@@ -220,11 +230,18 @@ class Engine:
             live.num_cached_tokens = max(live.num_cached_tokens, batch.num_cached_tokens[i])
             first, finish = batch.first_positions[i], batch.finish_reasons[i]
             try:
-                self._feed(live, attempt, first, tokens, finish, now_s, batch.logprobs.get(i))
+                rows = batch.logprobs.get(i)
+                num_fresh += self._feed(live, attempt, first, tokens, finish, now_s, rows)
             except Exception:
                 # One request's error must not reach the others of the batch.
                 self._log.exception("feed_failed", request_id=live.public_id)
                 self._close(live, Terminal(reason=FinishReason.ERROR, code="internal_error"))
+        self._metrics.output_tokens.inc(num_fresh)
+        if not hold:
+            self._wake_held()
+        elif self._held and self._release is None:
+            loop = asyncio.get_running_loop()
+            self._release = loop.call_later(HOLD_S, self._wake_held)
 
     def on_gap(self, link: WorkerLink, *, broken_since_s: float | None = None) -> None:
         """Supersedes what this worker ran; requests without a token may have lost their first.
@@ -299,40 +316,51 @@ class Engine:
         finish: int,
         now_s: float,
         rows: LogprobRows | None,
-    ) -> None:
+    ) -> int:
+        """Returns how many of the tokens are new."""
         logprobs: Sequence[TokenLogprob] | None = ()
         if live.wants_logprobs and tokens:
             logprobs = live.logprobs_of(tokens, rows)
         if logprobs is None:
             self._close(live, NO_LOGPROBS)
-            return
+            return 0
         state = live.state
         held, repeated = len(state.tokens), state.num_repeated
         fed = state.feed(attempt, first, tokens, finish, logprobs)
+        fresh = len(state.tokens) - held
         if state.num_repeated != repeated:
             self._metrics.repeated_tokens.inc(state.num_repeated - repeated)
         if fed is Fed.NEWS:
-            fresh = len(state.tokens) - held
             if fresh:
-                self._count_tokens(live, fresh, now_s)
+                self._note_tokens(live, now_s)
             if state.end is not None:
                 self._finished(live, tell=False)
             elif state.num_unread > self._config.stream_buffer_tokens and not live.waiting:
                 self._close(live, slow_reader(state.num_unread))
+            elif self._holding and held:
+                self._held[live] = None
             else:
                 live.wake()
         elif fed is not Fed.NOTHING:
             if fed is Fed.DIVERGED:
                 self._metrics.divergences.inc()
             self._supersede(live, fed.name.lower())
+        return fresh
 
-    def _count_tokens(self, live: LiveRequest, fresh: int, now_s: float) -> None:
+    def _wake_held(self) -> None:
+        if self._release is not None:
+            self._release.cancel()
+            self._release = None
+        held, self._held = self._held, {}
+        for live in held:
+            live.wake()
+
+    def _note_tokens(self, live: LiveRequest, now_s: float) -> None:
         if live.last_token_s:
             self._metrics.token_gap_s.observe(now_s - live.last_token_s)
         else:
             self._metrics.first_token_s.observe(now_s - live.arrived_s)
             live.first_token_s = now_s
-        self._metrics.output_tokens.inc(fresh)
         live.last_token_s = now_s
 
     def _on_stranger(self, request_id: RequestId, link: WorkerLink, now_s: float) -> None:

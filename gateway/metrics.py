@@ -5,6 +5,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.core.types import FinishReason
+from gateway.gap_histogram import GapHistogram
 from servicekit.metrics import (
     LATENCY_BUCKETS_S,
     SIZE_BUCKETS,
@@ -34,8 +35,12 @@ class GatewayMetrics:
         self.first_token_s = histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS_S
         )
-        self.token_gap_s = histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens", TOKEN_GAP_BUCKETS_S
+        self.token_gap_s = GapHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens",
+            labels={"model_name": model_name},
+            bounds=TOKEN_GAP_BUCKETS_S,
+            registry=registry,
         )
         self._request_s = histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the end", LATENCY_BUCKETS_S

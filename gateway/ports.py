@@ -65,8 +65,8 @@ class Fleet(Protocol):
 class EventSink(Protocol):
     """Takes news of requests; calls do not block."""
 
-    def on_batch(self, batch: TokenBatch, link: WorkerLink) -> None:
-        """Tokens have come."""
+    def on_batch(self, batch: TokenBatch, link: WorkerLink, *, hold: bool = False) -> None:
+        """Tokens have come. With `hold` the loop is behind: they may go out with later ones."""
 
     def on_gap(self, link: WorkerLink, *, broken_since_s: float | None = None) -> None:
         """Tokens of this worker are lost: of any time, or of until its stream broke for good."""

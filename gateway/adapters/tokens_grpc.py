@@ -32,6 +32,10 @@ Dial = Callable[[str], grpc.aio.Channel]
 _Call = grpc.aio.StreamStreamCall[worker_pb2.TokensRequest, worker_pb2.TokensResponse]
 
 
+def _never() -> bool:
+    return False
+
+
 class TokensLink:
     """WorkerLink. `run` keeps the stream up until the worker is given up."""
 
@@ -43,6 +47,7 @@ class TokensLink:
         *,
         clock_s: Callable[[], float] = time.monotonic,
         dial: Dial = grpc_server.channel,
+        saturated: Callable[[], bool] = _never,
     ) -> None:
         self.record = record
         self.registered = True
@@ -56,6 +61,7 @@ class TokensLink:
         self._acknowledged = 0
         self._clock_s = clock_s
         self._dial = dial
+        self._saturated = saturated
         self._broken_since_s = clock_s()
         # At the bound the oldest is dropped; the tokens that then come bring it back.
         self._cancels: deque[RequestId] = deque(maxlen=MAX_PENDING_CANCELS)
@@ -152,7 +158,7 @@ class TokensLink:
                 self._log.warning("batches_lost", sequence=batch.sequence)
                 sink.on_gap(self)
             expect_gap = False
-            sink.on_batch(batch, self)
+            sink.on_batch(batch, self, hold=self._saturated())
             if batch.sequence - self._acknowledged >= ACK_BATCHES:
                 self._to_send.set()
 
@@ -189,6 +195,7 @@ class TokensFleet:
         reply_to: bytes,
         clock_s: Callable[[], float] = time.monotonic,
         dial: Dial = grpc_server.channel,
+        saturated: Callable[[], bool] = _never,
     ) -> None:
         self._redis = redis
         self._model = model
@@ -197,6 +204,7 @@ class TokensFleet:
         self._reply_to = reply_to
         self._clock_s = clock_s
         self._dial = dial
+        self._saturated = saturated
         self._links: dict[tuple[str, int], TokensLink] = {}
         # Told once each; forgotten when the worker has left the registry.
         self._foreign: set[tuple[str, int]] = set()
@@ -267,6 +275,7 @@ class TokensFleet:
                     self._reply_to,
                     clock_s=self._clock_s,
                     dial=self._dial,
+                    saturated=self._saturated,
                 )
                 self._links[key] = link
                 start(link)

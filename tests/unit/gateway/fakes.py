@@ -182,6 +182,7 @@ class Bench:
         cached: int = 0,
         num_top: int | None = None,
         prompt_len: int = 0,
+        hold: bool = False,
     ) -> None:
         """The worker sends tokens of a request, with logprobs if num_top is given."""
         self.sequence += 1
@@ -196,7 +197,7 @@ class Bench:
             num_cached_tokens=[cached],
             logprobs={} if num_top is None else {0: fake_rows(text, num_top, prompt_len)},
         )
-        self.engine.on_batch(batch, link or self.link)
+        self.engine.on_batch(batch, link or self.link, hold=hold)
 
     def notify(
         self, request_id: RequestId, reason: FinishReason, message: str = "", attempt: int = 1

@@ -28,7 +28,7 @@ class Sink:
     def __init__(self) -> None:
         self.gaps: list[float | None] = []
 
-    def on_batch(self, batch: TokenBatch, link: WorkerLink) -> None:
+    def on_batch(self, batch: TokenBatch, link: WorkerLink, *, hold: bool = False) -> None:
         """None is sent."""
 
     def on_gap(self, link: WorkerLink, *, broken_since_s: float | None = None) -> None:
