@@ -107,6 +107,13 @@ class FusedModel:
         layers = [getattr(layer, name) for layer in self._layers for name in LINEAR]
         return sorted({linear.kind for linear in (*layers, self._head)})
 
+    @property
+    def packed_bytes(self) -> int:
+        """Of linear weights that the native kernels hold beside the module's own."""
+        layers = [getattr(layer, name) for layer in self._layers for name in LINEAR]
+        packed = (getattr(linear, "packed", None) for linear in (*layers, self._head))
+        return sum(weights.nbytes for weights in packed if weights is not None)
+
     def release(self, module: Any) -> None:
         """Frees the module's own linear weights where they are held twice.
 

@@ -208,9 +208,6 @@ def wrap(module: Any, device: torch.device) -> LoadedModel:
     """Probes a module whose attention implementation is IMPLEMENTATION."""
     text = module.config.get_text_config(decoder=True)
     calls = _probe(module, device)
-    seen: dict[int, Tensor] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        seen[tensor.data_ptr()] = tensor
     return LoadedModel(
         module=module,
         name=module.config.model_type,
@@ -219,10 +216,18 @@ def wrap(module: Any, device: torch.device) -> LoadedModel:
         kv_shape=_kv_shape(module.config.model_type, calls, text),
         vocab_size=text.vocab_size,
         max_position_embeddings=int(getattr(text, "max_position_embeddings", None) or 2048),
-        weight_bytes=sum(tensor.nbytes for tensor in seen.values()),
+        weight_bytes=weight_bytes(module),
         keeps_logits="logits_to_keep" in inspect.signature(module.forward).parameters,
         calls=tuple(calls),
     )
+
+
+def weight_bytes(module: Any) -> int:
+    """Of its parameters and buffers; what several share counts once."""
+    seen: dict[int, Tensor] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        seen[tensor.data_ptr()] = tensor
+    return sum(tensor.nbytes for tensor in seen.values())
 
 
 def fuse(

@@ -7,6 +7,7 @@ Everything here runs on one thread, the executor's.
 """
 
 import ctypes
+import gc
 import os
 import platform
 import time
@@ -247,6 +248,7 @@ def load_runner(settings: "WorkerSettings", log: Any) -> TorchRunner:
         log.info("paged attention agrees with eager attention", least_cosine=round(cosine, 6))
     if model.fused is not None:
         model.fused.release(model.module)
+    give_back_freed_memory()
     cost = measure(TorchRunner(model=model, context=context, copies=copies, info=info))
     swap = block_copies.measure(copies)
     log.info(
@@ -255,6 +257,8 @@ def load_runner(settings: "WorkerSettings", log: Any) -> TorchRunner:
         token_us=round(cost.token_us, 1),
         swap_out_gb_per_s=round(swap.out_gb_per_s, 2),
         swap_in_gb_per_s=round(swap.in_gb_per_s, 2),
+        weights_mib=round(models.weight_bytes(model.module) / 2**20, 1),
+        packed_mib=round(model.fused.packed_bytes / 2**20, 1) if model.fused is not None else 0,
         seconds=round(time.monotonic() - began, 1),
     )
     info = replace(
@@ -337,6 +341,16 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the most that glibc accepts
     libc.mallopt(_M_TRIM_THRESHOLD, 512 * 2**20)
+
+
+def give_back_freed_memory() -> None:
+    """Returns to the system what loading has freed, by the largest part weights packed since.
+
+    `keep_freed_memory` would keep it, and steps need a fraction of it: they take that anew.
+    """
+    gc.collect()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def usable_cores() -> int:

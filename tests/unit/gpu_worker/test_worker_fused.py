@@ -194,3 +194,18 @@ def test_missing_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
         models.fuse(model, "torch", wanted=True, deterministic=False, log=structlog.get_logger())
     warnings = [entry for entry in said if entry["log_level"] == "warning"]
     assert [entry["reason"] for entry in warnings] == ["no C++ compiler"]
+
+
+def test_what_is_packed_is_not_kept_twice() -> None:
+    model = fuse(build("llama"))
+    assert model.fused is not None
+    embedding = model.module.model.embed_tokens.weight
+    linear_bytes = sum(
+        part.weight.nbytes
+        for part in model.module.modules()
+        if type(part) is torch.nn.Linear and part.weight is not embedding
+    )
+    before = models.weight_bytes(model.module)
+    model.fused.release(model.module)
+    assert models.weight_bytes(model.module) == before - linear_bytes
+    assert model.fused.packed_bytes >= linear_bytes > 0
