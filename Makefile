@@ -22,7 +22,8 @@ export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX PYTHON_IMAGE TORCH_BUILD IMAGE_F
 .PHONY: help setup model serve test test-model test-fast test-soak check lint fmt-check types imports \
 	proto-check proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz images k8s-check \
 	k8s-run k8s-run-stub bench \
-	bench-kernels bench-scheduler bench-control-plane bench-scheduling bench-pressure sim sim-soak sim-load mutants clean
+	bench-kernels bench-scheduler bench-control-plane bench-gateway bench-start bench-scheduling bench-pressure \
+	profile sim sim-soak sim-load mutants clean
 
 help:  ## list the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' Makefile
@@ -100,8 +101,8 @@ k8s-run-stub: setup  ## the same with stub workers, where podman is there; INSTA
 images:  ## build the container images: IMAGES="gateway scheduler worker" TORCH_BUILD=cpu
 	@$(PYTHON) -m deploy.docker $(IMAGES)
 
-bench: setup  ## serving against its goals, fcfs beside static (25 minutes; QUICK=1: 5, rough)
-	@$(PY) -m benchmarks.serving $(if $(QUICK),--quick)
+bench: setup  ## serving, gateway and start against their goals (30 minutes; QUICK=1: 10, rough)
+	@$(PY) -m benchmarks $(if $(QUICK),--quick)
 
 bench-kernels: setup  ## kernels against their roofline
 	@$(PY) -m benchmarks.kernels
@@ -111,6 +112,15 @@ bench-scheduler: setup  ## the scheduler core alone: time of a step, bytes of a 
 
 bench-control-plane: setup  ## the way between scheduler and workers: idle workers, a core's load, scaling
 	@$(PY) -m benchmarks.control_plane $(ARGS)
+
+bench-gateway: setup  ## what the gateway costs a token and adds to its way
+	@$(PY) -m benchmarks.gateway $(ARGS)
+
+bench-start: setup  ## a second start of make serve, stage by stage; the worker's memory under load
+	@$(PY) -m benchmarks.start $(ARGS)
+
+profile: setup  ## where each microsecond of a decode step goes, beside its floor
+	@$(PY) -m benchmarks.profile $(ARGS)
 
 bench-scheduling: setup  ## what each scheduling decision is worth: STUDIES="a c", ARGS=--quick
 	@$(PY) -m benchmarks.studies $(STUDIES) $(ARGS)

@@ -22,17 +22,22 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One point of a measurement: `closed` with `level` clients, or `poisson` per second."""
+    """One point of a measurement: `closed` with `level` clients, or `poisson` per second.
+
+    `long` has longer prompts than the others.
+    """
 
     kind: str
     level: float
     num_requests: int
     sampled: bool = False
+    long: bool = False
 
     @property
     def label(self) -> str:
         """For tables and seeds."""
-        return f"{self.kind} {self.level:g}{' sampled' if self.sampled else ''}"
+        kinds = f"{' sampled' if self.sampled else ''}{' long' if self.long else ''}"
+        return f"{self.kind} {self.level:g}{kinds}"
 
     def settings(self, number: int) -> dict[str, Any]:
         """Of the load's request of that number, besides its lengths."""
@@ -70,6 +75,7 @@ class Point:
     preemptions: float | None
     steps: StepTimes | None
     problems: tuple[str, ...]
+    long: bool = False
 
     @property
     def hit_rate(self) -> float:
@@ -192,6 +198,7 @@ def summarize(
         preemptions=counted.preemptions if counted else None,
         steps=StepTimes.of(counted.steps) if counted and counted.steps else None,
         problems=tuple(problem for problem in problems if problem)[:20],
+        long=load.long,
     )
 
 

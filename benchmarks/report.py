@@ -48,7 +48,8 @@ def row(point: Point) -> tuple[str, ...]:
 
 def _load(point: Point) -> str:
     unit = "clients" if point.kind == "closed" else "req/s"
-    return f"{point.kind} {point.level:.3g} {unit}{', sampled' if point.sampled else ''}"
+    kinds = f"{', sampled' if point.sampled else ''}{', long prompts' if point.long else ''}"
+    return f"{point.kind} {point.level:.3g} {unit}{kinds}"
 
 
 def table(points: Sequence[Point]) -> str:
@@ -156,7 +157,7 @@ def write_plot(path: Path, points: Sequence[Point], title: str) -> None:
     """Throughput and latency against concurrency; below, against the rate of arrival. Greedy."""
     import matplotlib as mpl
 
-    points = [point for point in points if not point.sampled]
+    points = [point for point in points if not (point.sampled or point.long)]
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt

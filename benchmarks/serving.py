@@ -5,9 +5,9 @@ stack of its own for each policy, with the same worker settings, and measures cl
 Poisson arrivals of random prompts. Prompts are token ids, so lengths are exact; end-of-sequence
 tokens are ignored, so every answer has exactly the tokens asked for, which is checked. Warm-up
 prompts differ from the measured ones, and no two prompts share a block: the prefix-hit rate must be
-0. The first policy is also measured with sampled requests, and once more in the arithmetic of
-QUIRE_DETERMINISTIC=1, whose price that shows. Prints tables of the loads, of what a step takes
-besides its forward, of the floor and of the goals; writes JSON and a PNG.
+0. The first policy is also measured with sampled requests and with long prompts, and once more in
+the arithmetic of QUIRE_DETERMINISTIC=1, whose price that shows. Prints tables of the loads, of what
+a step takes besides its forward, of the floor and of the goals; writes JSON and a PNG.
 """
 
 import argparse
@@ -32,6 +32,8 @@ from benchmarks.workload import Job, Shape, jobs
 CONCURRENCY = (1, 8, 32, 64)
 QUICK_CONCURRENCY = (1, 32)
 SAMPLED_AT = (32,)  # clients of the loads that are sampled as well
+LONG_AT = (32,)  # and of those that are also sent with prompts of LONG, a request a client
+LONG = Shape(prompt=(256, 768))
 DETERMINISTIC_AT = (1, 32)  # and of those in deterministic arithmetic
 # Poisson rates, as shares of the best request rate that the first policy reached in closed loop.
 LOAD_SHARES = (0.5, 0.8)
@@ -102,7 +104,8 @@ def run_policy(
     points = []
     for load in loads:
         say(f"{policy}: {load.label}, {load.num_requests} requests")
-        point = asyncio.run(run_load(at, policy, load, Shape(), options.seed))
+        shape = LONG if load.long else Shape()
+        point = asyncio.run(run_load(at, policy, load, shape, options.seed))
         cells = zip(report.HEADINGS[3:], report.row(point)[3:], strict=True)
         say("  " + "  ".join(f"{heading} {cell}" for heading, cell in cells))
         if point.num_failed:
@@ -124,6 +127,15 @@ def closed_loads(options: argparse.Namespace) -> list[Load]:
 def sampled_loads(loads: Sequence[Load]) -> list[Load]:
     """Those of the closed loops that are measured with sampled requests too."""
     return [replace(load, sampled=True) for load in loads if load.level in SAMPLED_AT]
+
+
+def long_loads(loads: Sequence[Load]) -> list[Load]:
+    """Those of the closed loops that are measured with long prompts too."""
+    return [
+        replace(load, long=True, num_requests=int(load.level))
+        for load in loads
+        if load.level in LONG_AT
+    ]
 
 
 def poisson_loads(options: argparse.Namespace, points: Sequence[Point]) -> list[Load]:
@@ -191,8 +203,9 @@ def measure_all(options: argparse.Namespace, *, deterministic: bool) -> list[Poi
         with own_stack(policy, options) as at:
             closed = run_policy(at, policy, loads, options)
             open_loads = open_loads or poisson_loads(options, closed)
-            more = [*(sampled_loads(loads) if first else ()), *open_loads]
-            points += closed + run_policy(at, policy, more, options)
+            more = [*sampled_loads(loads), *([] if options.quick else long_loads(loads))]
+            points += closed + run_policy(at, policy, more if first else [], options)
+            points += run_policy(at, policy, open_loads, options)
         again = [load for load in loads if load.level in DETERMINISTIC_AT]
         if first and deterministic and again:
             with own_stack(policy, options, {"QUIRE_DETERMINISTIC": "1"}) as at:
@@ -215,7 +228,10 @@ def price(points: Sequence[Point], policy: str) -> list[str]:
 
 
 def _same_load(one: Point, other: Point) -> bool:
-    return (one.kind, one.level, one.sampled) == (other.kind, other.level, other.sampled)
+    def of(point: Point) -> tuple[str, float, bool, bool]:
+        return point.kind, point.level, point.sampled, point.long
+
+    return of(one) == of(other)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

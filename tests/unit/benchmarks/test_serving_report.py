@@ -78,8 +78,9 @@ def test_steps_are_those_of_the_load_on_all_workers() -> None:
 @pytest.mark.parametrize(
     ("goal", "scaled"),
     [
-        (goals.THROUGHPUT, 230.0 * 40.1 / 80.2),
-        (goals.GAP, 32.0 * 39.4 / 19.7),
+        (goals.THROUGHPUT, 460.0 * 40.1 / 80.2),
+        (goals.GAP_MANY_P99, 150.0 * 80.2 / 40.1),
+        (goals.GAP, 20.0 * 39.4 / 19.7),
         (goals.ATTENTION, 7.5),
         (goals.OUTSIDE, 4.0),
         (goals.OUTSIDE_SAMPLED, 8.0),
@@ -94,10 +95,15 @@ def test_a_goal_moves_as_what_bounds_it_does(goal: Goal, scaled: float) -> None:
 def test_verdicts_are_by_the_scaled_goals() -> None:
     alone = dataclasses.replace(POINT, level=1, gap_p50_ms=70.0)
     other = dataclasses.replace(POINT, policy="static", output_tokens_per_s=1.0)
-    found = goals.verdicts(FLOOR, [other, POINT, alone], "fcfs")
+    long = dataclasses.replace(POINT, long=True, output_tokens_per_s=76.0)
+    found = goals.verdicts(FLOOR, [other, long, POINT, alone], "fcfs")
     assert {of.goal.meaning: (of.found, of.text) for of in found} == {
-        goals.THROUGHPUT.meaning: (120.0, "met"),
+        goals.THROUGHPUT.meaning: (120.0, "missed"),
+        goals.THROUGHPUT_LONG.meaning: (76.0, "met"),
+        goals.GAP_MANY.meaning: (50.0, "met"),
+        goals.GAP_MANY_P99.meaning: (90.0, "met"),
         goals.GAP.meaning: (70.0, "missed"),
+        goals.FIRST.meaning: (100.0, "met"),
         goals.ATTENTION.meaning: (9.0, "met"),
         goals.OUTSIDE.meaning: (4.5, "missed"),
         goals.OUTSIDE_SAMPLED.meaning: (None, "not measured"),
@@ -108,7 +114,10 @@ def test_every_table_has_a_line_for_each_thing() -> None:
     sampled = dataclasses.replace(POINT, sampled=True)
     without = dataclasses.replace(POINT, steps=None)
     found = goals.verdicts(FLOOR, [POINT, sampled], "fcfs")
-    assert "closed 32 clients, sampled" in report.table([POINT, sampled])
+    long = dataclasses.replace(POINT, long=True)
+    table = report.table([POINT, sampled, long])
+    assert "closed 32 clients, sampled" in table
+    assert "closed 32 clients, long prompts" in table
     assert report.step_table([POINT, without]).count("\n") == 2
     assert report.floor_table(FLOOR).count("\n") == 1 + len(goals.REFERENCE)
     assert report.goal_table(found).count("\n") == 1 + len(found)
@@ -126,3 +135,10 @@ def test_sampled_loads_have_a_seed_for_each_request() -> None:
     (sampled,) = serving.sampled_loads([load, dataclasses.replace(load, level=8)])
     assert load.settings(3) == {}
     assert sampled.settings(3) == {"temperature": 0.8, "top_p": 0.95, "seed": 3}
+
+
+def test_long_prompts_are_sent_once_a_client() -> None:
+    loads = [Load(kind="closed", level=level, num_requests=64) for level in (8, 32)]
+    (long,) = serving.long_loads(loads)
+    assert (long.level, long.num_requests, long.label) == (32, 32, "closed 32 long")
+    assert serving.LONG.prompt == (256, 768)
