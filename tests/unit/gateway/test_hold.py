@@ -1,4 +1,4 @@
-"""A gateway that is behind gives tokens together: when it is, and what does not wait."""
+"""A gateway that is behind gives tokens together: when it is; what does not wait or get lost."""
 
 import asyncio
 from pathlib import Path
@@ -119,3 +119,17 @@ async def test_a_reader_that_waits_for_held_tokens_is_not_slow() -> None:
     assert live.state.end is None
     bench.say(live.request_id, "i", at=8)
     assert (await reading).text == "bcdefghi"
+
+
+async def test_a_reader_that_is_cancelled_leaves_its_news() -> None:
+    """Also where they came just before: the next one to read has them at once."""
+    bench = make_bench()
+    live = await bench.submit()
+    reading = asyncio.get_running_loop().create_task(bench.engine.next_chunk(live))
+    await asyncio.sleep(0)
+    bench.say(live.request_id, "a")
+    reading.cancel()
+    await asyncio.wait([reading])
+    assert reading.cancelled()
+    async with asyncio.timeout(10):
+        assert (await bench.engine.next_chunk(live)).text == "a"
