@@ -57,7 +57,7 @@ def test_attention_and_sampler_for_sm_90(tmp_path: Path) -> None:
     check(lines)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_all_architectures(tmp_path: Path) -> None:
     """In two processes: this is the longest test of the kernels."""
