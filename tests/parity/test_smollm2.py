@@ -70,7 +70,7 @@ def hold_to_transformers(
         folder,
         block_size=16,
         num_gpu_blocks_override=num_blocks,
-        max_model_len=2100,
+        max_model_len=max(map(len, chosen)) + NEW_TOKENS,
         num_threads=NUM_THREADS,
     )
     scheduler = FakeScheduler([runner], chunk=256, budget=256, max_rows=16, share_prefixes=True)
