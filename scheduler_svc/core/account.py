@@ -66,30 +66,26 @@ class WaitBook:
 
         overtaken_ns is when a later one was first admitted, with `fair`.
         """
-        if reason is self.reason:
+        before, begin_ns, end_ns = self.reason, self.since_ns, now_ns
+        if reason is before:
             return
-        if self.reason is not None:
-            self._close(self.reason, now_ns, overtaken_ns)
         self.reason, self.since_ns = reason, now_ns
+        if before is None:
+            return
+        if before is Wait.TURN and overtaken_ns is not None and overtaken_ns < now_ns:
+            end_ns = max(begin_ns, overtaken_ns)
+            if now_ns > end_ns:
+                waited = self.waited.get(Wait.FAIRNESS, 0)
+                self.waited[Wait.FAIRNESS] = waited + now_ns - end_ns
+        if end_ns > begin_ns:
+            self.waited[before] = self.waited.get(before, 0) + end_ns - begin_ns
 
     def until(self, now_ns: int, overtaken_ns: int | None = None) -> tuple[tuple[Wait, int], ...]:
         """All waiting up to now, by reason."""
-        if self.reason is not None:
-            self._close(self.reason, now_ns, overtaken_ns)
+        if (reason := self.reason) is not None:
+            self.turn_to(None, now_ns, overtaken_ns)
+            self.reason = reason
         return tuple(sorted(self.waited.items()))
-
-    def _close(self, reason: Wait, now_ns: int, overtaken_ns: int | None) -> None:
-        """Books the stretch that ends now."""
-        begin_ns, end_ns = self.since_ns, now_ns
-        if reason is Wait.TURN and overtaken_ns is not None and overtaken_ns < now_ns:
-            end_ns = max(begin_ns, overtaken_ns)
-            self._book(Wait.FAIRNESS, now_ns - end_ns)
-        self._book(reason, end_ns - begin_ns)
-        self.since_ns = now_ns
-
-    def _book(self, reason: Wait, duration_ns: int) -> None:
-        if duration_ns:
-            self.waited[reason] = self.waited.get(reason, 0) + duration_ns
 
 
 class Overtakes:

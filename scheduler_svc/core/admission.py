@@ -27,7 +27,7 @@ from scheduler_svc.core.ready import Admit, CoreStats
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sharing import PrefixSharing
 from scheduler_svc.core.tenants import Tenant, Tenants
-from scheduler_svc.core.types import MAX_ATTEMPT, BlockId, WorkerId
+from scheduler_svc.core.types import MAX_ATTEMPT, BlockHash, BlockId, WorkerId
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
 
@@ -116,7 +116,7 @@ class Admission:
         most = 0 if worker.draining else self.most(worker)
         if most == 0 or not self._is_open(worker, budget):
             return
-        several = len(self._waiting) > 1 and len(self._workers) > 1
+        several = len(self._workers) > 1 and len(self._waiting) > 1
         emptiest = self._emptiest_but(worker) if several else None
         fill = _Fill(worker=worker, budget=budget, now_ns=now_ns, most=most, emptiest=emptiest)
         for request in self._waiting.in_turn(fill.left):
@@ -127,48 +127,53 @@ class Admission:
             if not self._goes_on(fill, request):
                 break
             self._consider(fill, request, last_chance=True)
-        for request in fill.admitted:
-            self._waiting.remove(request)
+        self._waiting.remove(*fill.admitted)
 
     def _goes_on(self, fill: _Fill, request: Request) -> bool:
         """Whether the request may be looked at, after what has been admitted and passed so far."""
-        max_skips, max_lead = self._config.max_skips, fill.worker.capacity.max_model_len
-        counter = request.tenant.counter
+        worker = fill.worker
         return (
             fill.num_left < _MAX_SCAN
-            and fill.most_skips < max_skips
+            and fill.most_skips < self._config.max_skips
             and len(fill.admitted) < fill.most
-            and self._is_open(fill.worker, fill.budget)
-            and not (fill.worker.swap.swapped and self.is_barred(fill.worker, request))
+            and self._is_open(worker, fill.budget)
+            and not (worker.swap.swapped and self.is_barred(worker, request))
             and (
                 not self._is_fair
-                or policy.may_lead(counter=counter, least=fill.least, max_lead=max_lead)
+                or policy.may_lead(
+                    counter=request.tenant.counter,
+                    least=fill.least,
+                    max_lead=worker.capacity.max_model_len,
+                )
             )
         )
 
     def _consider(self, fill: _Fill, request: Request, *, last_chance: bool = False) -> None:
         """Admits the request if it belongs on this worker now."""
-        workers = self.eligible(request, draining=False)
-        if fill.worker not in workers:
+        worker = fill.worker
+        if (
+            request.max_total_tokens > worker.max_request_tokens
+            or request.gateway_id not in worker.gateway_ids
+        ):
             return
-        if len(workers) > 1:
-            workers = [
-                w
-                for w in workers
-                if w is fill.worker
-                or (
-                    (not self._is_static or self.most(w) > 0)
-                    and not (w.swap.swapped and self.is_barred(w, request))
-                )
-            ]
+        workers = [worker] if len(self._workers) == 1 else self._open_to(request, worker)
         placement, reason = self._find_placement(fill, request, workers)
         if reason is Wait.BLOCKS:
             fill.passed.append(request)
             fill.most_skips = max(fill.most_skips, request.num_skips)
-        elif placement is not None and placement.worker is fill.worker:
-            if not last_chance and self._is_too_late(request, placement, fill.now_ns):
+        elif placement is not None and placement.worker is worker:
+            if (
+                request.deadline_ns is not None
+                and not last_chance
+                and self._is_too_late(request, request.deadline_ns, placement, fill.now_ns)
+            ):
                 fill.late.append(request)
-            elif placement.source is None and self._is_held_back(request, placement):
+            elif (
+                worker.coming
+                and placement.source is None
+                and (coming := self._sharing.coming(request, worker, len(placement.shared)))
+                and self._is_held_back(request, worker, coming)
+            ):
                 reason = Wait.HELD_BACK
             else:
                 self._take(fill, request, placement)
@@ -177,6 +182,18 @@ class Admission:
         fill.left[request.tenant] = fill.left.get(request.tenant, 0) + 1
         fill.least = min(fill.least, request.tenant.counter)
         request.waits.turn_to(reason, fill.now_ns, self.overtaken_ns(request))
+
+    def _open_to(self, request: Request, planning: WorkerState) -> list[WorkerState]:
+        """Workers that could take the request: that whose step is planned, and others."""
+        return [
+            worker
+            for worker in self.eligible(request, draining=False)
+            if worker is planning
+            or (
+                (not self._is_static or self.most(worker) > 0)
+                and not (worker.swap.swapped and self.is_barred(worker, request))
+            )
+        ]
 
     def _find_placement(
         self, fill: _Fill, request: Request, workers: list[WorkerState]
@@ -197,7 +214,7 @@ class Admission:
             request.num_holds += 1
             return None, Wait.HELD_BACK
         other = fill.emptiest
-        if other in workers and planner.is_better(other, fill.worker, request, config):
+        if other in workers and planner.is_better(other, fill.worker, request):
             return None, Wait.TURN
         if request.had_no_room_at is not None and request.had_no_room_at == _changes(workers):
             return None, Wait.BLOCKS
@@ -246,8 +263,31 @@ class Admission:
             self._tenants.raise_floor(min(fill.least, request.tenant.counter))
             if self._waiting.num_lanes > 1:
                 self._overtakes.note(request.sequence, fill.now_ns)
-        self._admit(request, placement, fill.now_ns)
-        fill.budget.take(fill.worker, request)
+        worker, num_cached = placement.worker, placement.num_cached
+        if placement.shared:
+            worker.pool.share(placement.shared)
+        fresh = worker.pool.allocate(placement.num_new)
+        assert fresh is not None, "placement counted blocks that are not there"
+        request.num_published = num_cached // worker.capacity.block_size
+        if placement.source is not None:
+            self._sharing.inherit(request, placement.source, worker)
+            self._stats.num_forks += 1
+        request.stranded_since_ns = None
+        num_uncached = len(request.token_ids) - num_cached
+        if self._is_fair and not request.is_charged:
+            request.is_charged = True
+            request.tenant.charge(num_uncached)
+        if request.first_scheduled_ns is None:
+            request.first_scheduled_ns = fill.now_ns
+            request.num_cached_tokens = min(num_cached, request.prompt_len)
+            if placement.stop is not None:
+                self._stats.prefix_queries += request.prompt_len
+                self._stats.prefix_hits += request.num_cached_tokens
+                self._stats.prefix_stops[placement.stop] += 1
+            request.prefix_stop = placement.stop
+        blocks = placement.shared + fresh
+        self.seat(request, worker, blocks=blocks, num_computed=num_cached, now_ns=fill.now_ns)
+        fill.budget.take(request.slot, num_uncached)
         fill.admitted.append(request)
         for skipped in fill.passed:
             skipped.num_skips += 1
@@ -257,25 +297,24 @@ class Admission:
         """When, with `fair`, a later one was first admitted."""
         return self._overtakes.since_ns(request.sequence) if self._is_fair else None
 
-    def _is_too_late(self, request: Request, placement: Placement, now_ns: int) -> bool:
-        if request.deadline_ns is None:
-            return False
+    def _is_too_late(
+        self, request: Request, deadline_ns: int, placement: Placement, now_ns: int
+    ) -> bool:
         worker = placement.worker
         return policy.is_too_late(
             now_ns=now_ns,
-            deadline_ns=request.deadline_ns,
+            deadline_ns=deadline_ns,
             num_uncached=len(request.token_ids) - placement.num_cached,
             min_tokens=request.sampling.min_tokens - request.num_output_tokens,
             budget_tokens=worker.capacity.max_num_batched_tokens,
             cost=worker.cost.profile,
         )
 
-    def _is_held_back(self, request: Request, placement: Placement) -> bool:
-        """Whether the request waits for the cache that a running one is filling."""
-        config, worker = self._config, placement.worker
-        coming = self._sharing.coming(request, worker, len(placement.shared))
-        if not coming:
-            return False
+    def _is_held_back(
+        self, request: Request, worker: WorkerState, coming: Sequence[BlockHash]
+    ) -> bool:
+        """Whether the request waits for these blocks, which a running one is about to fill."""
+        config = self._config
         held = policy.holds_back(
             config.scheduling_policy,
             num_coming=len(coming) * worker.capacity.block_size,
@@ -312,37 +351,7 @@ class Admission:
         return (
             has_tokens
             and worker.num_admit_bytes < plan_size.ADMIT_BYTES
-            and worker.pool.num_free > planner.watermark(worker, self._config)
-        )
-
-    def _admit(self, request: Request, placement: Placement, now_ns: int) -> None:
-        worker, num_cached = placement.worker, placement.num_cached
-        if placement.shared:
-            worker.pool.share(placement.shared)
-        fresh = worker.pool.allocate(placement.num_new)
-        assert fresh is not None, "placement counted blocks that are not there"
-        request.num_published = num_cached // worker.capacity.block_size
-        if placement.source is not None:
-            self._sharing.inherit(request, placement.source, worker)
-            self._stats.num_forks += 1
-        request.stranded_since_ns = None
-        if self._is_fair and not request.is_charged:
-            request.is_charged = True
-            request.tenant.charge(len(request.token_ids) - num_cached)
-        if request.first_scheduled_ns is None:
-            request.first_scheduled_ns = now_ns
-            request.num_cached_tokens = min(num_cached, request.prompt_len)
-            if placement.stop is not None:
-                self._stats.prefix_queries += request.prompt_len
-                self._stats.prefix_hits += request.num_cached_tokens
-                self._stats.prefix_stops[placement.stop] += 1
-            request.prefix_stop = placement.stop
-        self.seat(
-            request,
-            worker,
-            blocks=placement.shared + fresh,
-            num_computed=num_cached,
-            now_ns=now_ns,
+            and worker.pool.num_free > worker.watermark
         )
 
     def seat(

@@ -9,17 +9,17 @@ order, so its blocks wait for it.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from scheduler_svc.core.types import BlockHash, BlockId, PrefixStop
+from scheduler_svc.core.value import value
 
 # What the index knows of a block: its name, its parent's, its tokens. A plain tuple, since a
 # sixteenth of all rows fill one in each step and a class of its own costs a call.
 CachedBlock = tuple[BlockHash, BlockHash, bytes]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True, kw_only=True)
 class PrefixMatch:
     """Cached blocks of a prefix, and why there are no more."""
 
@@ -35,6 +35,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        # Blocks that can be allocated, cached ones included.
+        self.num_free = num_blocks
         # Owners taken from blocks so far; as long as it stays, no more blocks are free.
         self.num_released = 0
         self._counts = [0] * num_blocks
@@ -46,11 +48,6 @@ class BlockPool:
         self._index: dict[BlockHash, BlockId] = {}
         self._cached: dict[BlockId, CachedBlock] = {}
         self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be allocated, cached ones included."""
-        return len(self._blank) + len(self._kept)
 
     @property
     def num_used(self) -> int:
@@ -71,15 +68,16 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """Takes `count` blocks, evicting the oldest; None, unchanged, if too few are free."""
-        blank, kept, counts = self._blank, self._kept, self._counts
-        if count > len(blank) + len(kept):
+        blank, counts = self._blank, self._counts
+        if count > self.num_free:
             return None
+        self.num_free -= count
         first = max(0, len(blank) - count)
         taken = blank[first:]
         taken.reverse()
         del blank[first:]
-        while len(taken) < count:
-            taken.append(self._evict())
+        if len(taken) < count:
+            self._evict(count - len(taken), taken)
         for block in taken:
             assert counts[block] == 0, f"free block {block} has owners"
             counts[block] = 1
@@ -106,7 +104,7 @@ class BlockPool:
                 break
             found.append(block)
             parent = name
-        return PrefixMatch(found, stop)
+        return PrefixMatch(blocks=found, stop=stop)
 
     def num_free_among(self, blocks: Iterable[BlockId]) -> int:
         """How many of `blocks` are free now, so that sharing them uses free blocks up."""
@@ -118,6 +116,7 @@ class BlockPool:
             if self._counts[block] == 0:
                 assert block in self._cached, f"block {block} is neither owned nor cached"
                 del self._kept[block]
+                self.num_free -= 1
             self._counts[block] += 1
 
     def is_shared(self, block: BlockId) -> bool:
@@ -126,7 +125,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Takes an owner from each block. Tails of a chain will be evicted before its head."""
-        counts, cached = self._counts, self._cached
+        counts, cached, kept, blank = self._counts, self._cached, self._kept, self._blank
         self.num_released += len(blocks)
         for block in reversed(blocks):
             left = counts[block] - 1
@@ -135,9 +134,10 @@ class BlockPool:
             if left:
                 continue
             if block in cached:
-                self._kept[block] = None
+                kept[block] = None
             else:
-                self._blank.append(block)
+                blank.append(block)
+        self.num_free = len(blank) + len(kept)
 
     def num_shared(self, blocks: Sequence[BlockId]) -> int:
         """How many of the first are cached and have other owners, so that they can be found again.
@@ -170,15 +170,17 @@ class BlockPool:
             if index.setdefault(entry[0], block) == block:
                 cached[block] = entry
 
-    def _evict(self) -> BlockId:
-        """Takes the cached block that has been free longest out of the index."""
-        block, _ = self._kept.popitem(last=False)
-        name, _, _ = self._cached.pop(block)
-        del self._index[name]
-        self._evicted[name] = None
-        if len(self._evicted) > self.num_blocks:
-            self._evicted.popitem(last=False)
-        return block
+    def _evict(self, count: int, taken: list[BlockId]) -> None:
+        """Takes the cached blocks that have been free longest out of the index, into `taken`."""
+        kept, cached, index, evicted = self._kept, self._cached, self._index, self._evicted
+        for _ in range(count):
+            block = kept.popitem(last=False)[0]
+            name = cached.pop(block)[0]
+            del index[name]
+            evicted[name] = None
+            if len(evicted) > self.num_blocks:
+                evicted.popitem(last=False)
+            taken.append(block)
 
     def check(
         self, owned: Iterable[Sequence[BlockId]], held: Iterable[Sequence[BlockId]] = ()
@@ -195,6 +197,7 @@ class BlockPool:
         assert counts == self._counts, "reference counts differ from the block tables"
         free = [block for block in range(self.num_blocks) if counts[block] == 0]
         assert free == sorted([*self._blank, *self._kept]), "free blocks differ from the counts"
+        assert self.num_free == len(free), "free blocks are miscounted"
         assert all(block in self._cached for block in self._kept), "a block that is kept is blank"
         assert not any(block in self._cached for block in self._blank), "a blank block is cached"
         assert {name: block for block, (name, _, _) in self._cached.items()} == self._index

@@ -13,8 +13,9 @@ from scheduler_svc.core.worker_state import WorkerState
 def of_result(worker: WorkerState, flight: StepInFlight, event: StepCompleted) -> str | None:
     """How the result breaks the protocol; None if it does not. Most steps cost a comparison."""
     planned = flight.batch.slot_ids
-    if flight.special or event.slots != planned:
-        sampled, silent = set(event.slots), _silent(flight)
+    silent = _silent(flight) if flight.special else []
+    if silent or event.slots != planned:
+        sampled = set(event.slots)
         if len(sampled) != len(event.slots):
             return "a row samples twice"
         if not sampled.issubset(planned):
@@ -35,7 +36,7 @@ def of_result(worker: WorkerState, flight: StepInFlight, event: StepCompleted) -
 def _silent(flight: StepInFlight) -> list[int]:
     """Slots whose rows compute a part of their prompt that is not the last."""
     slots = flight.batch.slot_ids
-    return [slots[row] for row, special in flight.special.items() if not special.samples]
+    return [slots[row] for row, (_, samples) in flight.special.items() if not samples]
 
 
 def of_operations(worker: WorkerState, event: StepCompleted | StepFailed) -> str | None:

@@ -15,6 +15,8 @@ class Deadlines:
         self._heap: list[tuple[int, int, Request]] = []
         self._num_added = 0
         self._prune_at = _MIN_PRUNED
+        # Before that none is due, so that nobody has to ask.
+        self.none_before_ns: float = float("inf")
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -29,18 +31,24 @@ class Deadlines:
             self._prune_at = max(_MIN_PRUNED, 2 * len(self._heap))
         self._num_added += 1
         heappush(self._heap, (request.deadline_ns, self._num_added, request))
+        self.none_before_ns = self._heap[0][0]
 
     def next_ns(self) -> int | None:
         """The earliest deadline of a request that has not ended."""
         while self._heap and self._heap[0][2].state is RequestState.FINISHED:
-            heappop(self._heap)
+            self._pop()
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now_ns: int) -> Request | None:
         """A request whose deadline has come, or None."""
-        if not self._heap or self._heap[0][0] > now_ns:
+        if self.none_before_ns > now_ns:
             return None  # mostly: no look at who has ended
         next_ns = self.next_ns()
         if next_ns is None or next_ns > now_ns:
             return None
-        return heappop(self._heap)[2]
+        return self._pop()
+
+    def _pop(self) -> Request:
+        request = heappop(self._heap)[2]
+        self.none_before_ns = self._heap[0][0] if self._heap else float("inf")
+        return request

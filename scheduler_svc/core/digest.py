@@ -65,8 +65,13 @@ def row_sum(key: int, first_index: int, blocks: Sequence[int]) -> int:
     """`table_sum` for a slot whose row_key is known."""
     num_blocks = len(blocks)
     if num_blocks <= FEW:
-        indexes = range(first_index, first_index + num_blocks)
-        return sum(mix_few((key,) * num_blocks, indexes, blocks)) & _MASK
+        # As mix_few, without lists: once for each admission.
+        total = 0
+        for index, block in enumerate(blocks, start=first_index):
+            value = (key ^ index * _INDEX ^ block * _BLOCK) & _MASK
+            value = ((value ^ value >> 32) * _INDEX) & _MASK
+            total += value ^ value >> 32
+        return total & _MASK
     mixed = mix_columns(
         np.full(num_blocks, key, np.uint64),
         np.arange(first_index, first_index + num_blocks, dtype=np.uint64),

@@ -79,8 +79,17 @@ def held(
     )
 
 
-def why_never(request: Request, largest: WorkerState) -> str:
-    """Why a request fits on no worker, with the numbers of the one that has most blocks."""
+def why_never(request: Request, workers: Collection[WorkerState]) -> str | None:
+    """Why the request fits on no worker, with the numbers of the one that has most blocks.
+
+    None if it could run to its last token alone on one of them, or if there are none.
+    """
+    for worker in workers:
+        if request.max_total_tokens <= worker.max_request_tokens:
+            return None
+    if not workers:
+        return None
+    largest = max(workers, key=lambda worker: worker.pool.num_blocks)
     return (
         f"prompt ({request.prompt_len}) + max_tokens ({request.sampling.max_tokens}) need "
         f"{largest.blocks_for(request.max_total_tokens - 1)} KV blocks of "
@@ -107,7 +116,7 @@ def end(
         notify=notify,
         message=message,
         num_prompt_tokens=request.prompt_len,
-        num_output_tokens=request.num_output_tokens,
+        num_output_tokens=len(request.token_ids) - request.prompt_len,
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
         arrived_ns=request.arrived_ns,

@@ -2,9 +2,9 @@
 
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Column, Rows
@@ -21,7 +21,8 @@ class Batch:
         self.slots = slots
         self.num_tokens = num_tokens
         self.slot_ids: tuple[int, ...] = tuple(slots.tolist())
-        self.requests: list[Request] = rows.requests[slots].tolist()
+        # An array: mostly nobody looks at more than a few of them.
+        self.requests: Sequence[Request] = rows.requests[slots]  # type: ignore[assignment]
         self.token_ids: list[array[int]] = rows.token_ids[slots].tolist()
 
     @cached_property
@@ -30,14 +31,10 @@ class Batch:
         return Counter(request.tenant for request in self.requests)
 
 
-class Special(NamedTuple):
-    """A row that is more than one decode after another: a chunk, or the first to sample."""
-
-    num_tokens: int
-    samples: bool
-
-
-DECODE = Special(1, True)
+# A row that is more than one decode after another, a chunk or the first to sample: its tokens, and
+# whether it samples. A plain tuple, since each admission makes one and a class costs a call.
+Special = tuple[int, bool]
+DECODE: Special = 1, True
 
 
 @dataclass(slots=True, kw_only=True)

@@ -111,6 +111,7 @@ def _check_counts(worker: WorkerState, in_rank: Sequence[Request]) -> None:
     assert worker.num_pending_prefill == pending
     unsampled = sum(tokens == before for tokens, before in zip(known, at_admission, strict=True))
     assert worker._num_unsampled == unsampled
+    assert rows.num_planned == int((rows.planned > 0).sum())
     num_left = [most - tokens for tokens, most in zip(known, limit, strict=True)]
     assert worker.num_open <= min(num_left, default=worker.num_open)
 
@@ -135,7 +136,7 @@ def _check_rows(worker: WorkerState, size: int) -> None:
             assert not worker.pool.is_shared(block), "a shared block may be written"
         assert num_computed <= room, "computed past the table"
         num_coming = sum(
-            flight.special.get(row_of[id(request)], DECODE).num_tokens
+            flight.special.get(row_of[id(request)], DECODE)[0]
             for flight, row_of in flights
             if id(request) in row_of
         )

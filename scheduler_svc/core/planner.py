@@ -29,12 +29,11 @@ class StepBudget:
     chunks: dict[int, int] = field(default_factory=dict)
     num_chunks: int = 0
 
-    def take(self, worker: WorkerState, request: Request) -> None:
-        """Schedules as much of the request as budget and chunk limit allow, maybe nothing."""
-        wanted = worker.rows.num_wanted(request.slot)
+    def take(self, slot: int, wanted: int) -> None:
+        """Schedules as much of a row's tokens as budget and chunk limit allow, maybe nothing."""
         count = min(wanted, self.num_tokens, self.chunk_tokens)
         if count > 0:
-            self.chunks[request.slot] = count
+            self.chunks[slot] = count
             self.num_tokens -= count
             self.num_chunks += count < wanted
 
@@ -84,7 +83,7 @@ def plan_step(
             budget.num_tokens = min(budget.num_tokens, allowance)
     for request in prefills:
         if worker.running.get(request.slot) is request:
-            budget.take(worker, request)
+            budget.take(request.slot, worker.rows.num_wanted(request.slot))
     fill(worker, budget, is_short)
     if not len(decodes) and not budget.chunks and not worker.must_tell:
         return None
@@ -184,13 +183,15 @@ def find_placement(
         most_cached = max(most_cached, num_cached)
         num_new = worker.blocks_for(len(request.token_ids)) - len(cached)
         spare = pool.num_free - num_new - (pool.num_free_among(cached) if cached else 0)
-        if spare < watermark(worker, config):
+        if spare < worker.watermark:
             continue
-        cost = policy.placement_cost(
-            num_uncached=len(request.token_ids) - num_cached,
-            num_pending_prefill=worker.num_pending_prefill,
-            num_running=len(worker.running),
-        )
+        cost = 0
+        if len(workers) > 1:
+            cost = policy.placement_cost(
+                num_uncached=len(request.token_ids) - num_cached,
+                num_pending_prefill=worker.num_pending_prefill,
+                num_running=len(worker.running),
+            )
         if best is None or (cost, worker is not planning) < (
             best.cost,
             best.worker is not planning,
@@ -208,12 +209,11 @@ def find_placement(
     return best
 
 
-def is_better(worker: WorkerState, than: WorkerState, request: Request, config: CoreConfig) -> bool:
+def is_better(worker: WorkerState, than: WorkerState, request: Request) -> bool:
     """Whether the request would go to `worker` rather, whatever the caches of both have of it."""
     num_tokens = len(request.token_ids)
     spare = worker.pool.num_free - worker.blocks_for(num_tokens)
-    is_there_room = spare >= watermark(worker, config)
-    return is_there_room and load(worker, num_tokens) < load(than, num_uncached=1)
+    return spare >= worker.watermark and load(worker, num_tokens) < load(than, num_uncached=1)
 
 
 def load(worker: WorkerState, num_uncached: int = 0) -> int:
@@ -227,7 +227,7 @@ def load(worker: WorkerState, num_uncached: int = 0) -> int:
 
 def has_room(worker: WorkerState, config: CoreConfig) -> bool:
     """Whether one more request, of one new block at least, may run on the worker."""
-    return has_seat(worker, config) and worker.pool.num_free > watermark(worker, config)
+    return has_seat(worker, config) and worker.pool.num_free > worker.watermark
 
 
 def has_seat(worker: WorkerState, config: CoreConfig) -> bool:
@@ -246,12 +246,4 @@ def num_free_seats(worker: WorkerState, config: CoreConfig) -> int:
 def fits(worker: WorkerState, config: CoreConfig, num_tokens: int) -> bool:
     """Whether a request of so many tokens has room on the worker now, if nothing is cached."""
     spare = worker.pool.num_free - worker.blocks_for(num_tokens)
-    return has_seat(worker, config) and spare >= watermark(worker, config)
-
-
-def watermark(worker: WorkerState, config: CoreConfig) -> int:
-    """Blocks that an admission must leave free.
-
-    An idle worker needs none, so that a request which can run alone always gets to run.
-    """
-    return int(config.watermark * worker.pool.num_blocks) if worker.running else 0
+    return has_seat(worker, config) and spare >= worker.watermark

@@ -213,9 +213,7 @@ class Preemptions:
             self._void(worker, request)
             return True
         num_new = worker.blocks_for(len(request.token_ids)) - num_cached
-        margin = policy.return_margin(
-            num_running=worker.num_seats, watermark=planner.watermark(worker, self._config)
-        )
+        margin = policy.return_margin(num_running=worker.num_seats, watermark=worker.watermark)
         if pool.num_free - pool.num_free_among(cached) - num_new < margin:
             swapped.had_no_room_at = num_changes
             return False
@@ -249,7 +247,7 @@ class Preemptions:
         self._admission.seat(
             request, worker, blocks=request.blocks, num_computed=swapped.num_computed, now_ns=now_ns
         )
-        budget.take(worker, request)
+        budget.take(request.slot, worker.rows.num_wanted(request.slot))
 
     def _may_lead(self, worker: WorkerState, request: Request) -> bool:
         """With `fair` a request comes back only while its tenant does not lead one that waits."""

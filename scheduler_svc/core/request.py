@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.account import Account, WaitBook
-from scheduler_svc.core.lifecycle import Move, RequestState, after
+from scheduler_svc.core.lifecycle import TRANSITIONS, Move, RequestState, after
 from scheduler_svc.core.tenants import Tenant
 from scheduler_svc.core.types import (
     MAX_ATTEMPT,
@@ -136,8 +136,8 @@ class Request:
         return self.prompt_len - 1 + start
 
     def move(self, move: Move) -> None:
-        """Changes the state by the table."""
-        self.state = after(self.state, move)
+        """Changes the state by the table; `after` says what is illegal."""
+        self.state = TRANSITIONS.get((self.state, move)) or after(self.state, move)
 
     def take_over(self, old: "Request") -> None:
         """This one supersedes `old`: it keeps its place in the order and its account."""

@@ -27,8 +27,9 @@ class Rows:
     has returned. The gap between num_tokens and num_computed is what is left to plan, nothing once
     num_tokens has reached limit (prompt and max_tokens). known is num_tokens at the admission: a
     row that is still there has no sample planned. room is how many tokens the block table holds,
-    planned the tokens in the plan before, 0 for none; digest the sum over the block table, and key
-    what its entries have in common. requests and token_ids are the requests and their known tokens.
+    planned the tokens in the plan before, 0 for none, and num_planned counts those that have some;
+    digest is the sum over the block table, and key what its entries have in common. requests and
+    token_ids are the requests and their known tokens.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -39,32 +40,32 @@ class Rows:
         self.known: Column = np.zeros(num_slots, np.int64)
         self.room: Column = np.zeros(num_slots, np.int64)
         self.planned: Column = np.zeros(num_slots, np.int64)
+        self.num_planned = 0
         self.generation: Column = np.zeros(num_slots, np.int64)
         self.key: Digests = np.zeros(num_slots, np.uint64)
         self.digest: Digests = np.zeros(num_slots, np.uint64)
         self.requests: Objects = np.full(num_slots, None)
         self.token_ids: Objects = np.full(num_slots, None)
 
-    def begin(self, slot: int, *, num_tokens: int, num_cached: int, limit: int) -> int:
+    def begin(self, slot: int, *, num_tokens: int, num_cached: int, limit: int, room: int) -> int:
         """A request takes a slot: num_tokens are known, of which the cache gives num_cached.
 
         Returns the slot's generation.
         """
         self.num_tokens[slot] = self.known[slot] = num_tokens
         self.num_computed[slot] = self.num_confirmed[slot] = num_cached
-        self.limit[slot] = limit
-        self.room[slot] = self.planned[slot] = self.digest[slot] = 0
-        generation = int(self.generation[slot]) + 1
+        self.limit[slot], self.room[slot], self.planned[slot] = limit, room, 0
+        generation = self.generation.item(slot) + 1
         self.generation[slot] = generation
         return generation
 
     def num_wanted(self, slot: int) -> int:
         """Tokens left to plan; 0 once the last output token has been planned."""
-        num_tokens = int(self.num_tokens[slot])
-        if num_tokens >= self.limit[slot]:
+        num_tokens = self.num_tokens.item(slot)
+        if num_tokens >= self.limit.item(slot):
             return 0
-        return num_tokens - int(self.num_computed[slot])
+        return num_tokens - self.num_computed.item(slot)
 
     def is_unsampled(self, slot: int) -> bool:
         """No plan since the admission samples a token."""
-        return bool(self.num_tokens[slot] == self.known[slot])
+        return self.num_tokens.item(slot) == self.known.item(slot)

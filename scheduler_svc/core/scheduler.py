@@ -48,7 +48,7 @@ from scheduler_svc.core.request import Request
 from scheduler_svc.core.results import ResultBook
 from scheduler_svc.core.sharing import PrefixSharing
 from scheduler_svc.core.tenants import Tenants
-from scheduler_svc.core.types import FaultScope, FinishReason, RequestId, WorkerId
+from scheduler_svc.core.types import MAX_ATTEMPT, FaultScope, FinishReason, RequestId, WorkerId
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
 
@@ -149,8 +149,8 @@ class SchedulerCore:
                 pass
             case _ as never:
                 assert_never(never)
-        while (late := self._deadlines.pop_due(self._now_ns)) is not None:
-            self._expired(late)
+        if self._now_ns >= self._deadlines.none_before_ns:
+            self._end_late()
 
     def take_ready(self) -> Ready:
         """Plans every worker that has room for a plan, and hands out all that is to be done."""
@@ -204,7 +204,9 @@ class SchedulerCore:
         )
 
     def _account(self, request: Request) -> Account:
-        return request.account(self._now_ns, self._admission.overtaken_ns(request))
+        waits = request.waits.reason is not None
+        overtaken_ns = self._admission.overtaken_ns(request) if waits else None
+        return request.account(self._now_ns, overtaken_ns)
 
     # Arrival and end of requests
 
@@ -241,18 +243,15 @@ class SchedulerCore:
         if request.prompt_len == 0:
             message = "the prompt has no tokens"
             self._finish(request, FinishReason.REJECTED, notify=True, message=message)
-        elif request.num_output_tokens >= request.sampling.max_tokens:
+        elif len(event.output_token_ids) >= event.sampling.max_tokens:
             self._finish(request, FinishReason.LENGTH, notify=True)
         else:
             self._reject_if_never_fits(request)
 
     def _reject_if_never_fits(self, request: Request) -> None:
-        workers = self._workers.values()
-        if not workers or any(worker.ever_fits(request) for worker in workers):
-            return
-        largest = max(workers, key=lambda worker: worker.pool.num_blocks)
-        message = explain.why_never(request, largest)
-        self._finish(request, FinishReason.REJECTED, notify=True, message=message)
+        message = explain.why_never(request, self._workers.values())
+        if message is not None:
+            self._finish(request, FinishReason.REJECTED, notify=True, message=message)
 
     def _cancelled(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
@@ -286,9 +285,10 @@ class SchedulerCore:
         self._num_total_tokens -= request.max_total_tokens
         self._tenants.ended(request.tenant)
 
-    def _expired(self, request: Request) -> None:
+    def _end_late(self) -> None:
         message = "the request's deadline has passed"
-        self._finish(request, FinishReason.DEADLINE, notify=True, message=message)
+        while (late := self._deadlines.pop_due(self._now_ns)) is not None:
+            self._finish(late, FinishReason.DEADLINE, notify=True, message=message)
 
     # Workers
 
@@ -305,7 +305,7 @@ class SchedulerCore:
             capacity=event.capacity,
             cost=event.cost,
             gateway_ids=event.gateway_ids,
-            max_inflight_steps=self.config.max_inflight_steps,
+            config=self.config,
         )
         for request in list(self._waiting):
             if request.num_output_tokens == 0:
@@ -480,7 +480,7 @@ class SchedulerCore:
     def _wait(self, request: Request) -> None:
         self._waiting.add(request)
         request.waits.turn_to(Wait.TURN, self._now_ns)
-        if request.is_spent:
+        if request.attempt >= MAX_ATTEMPT and request.is_spent:
             self._spent.append(request)
 
     def _end_stranded(self) -> None:

@@ -27,12 +27,13 @@ class PrefixSharing:
         Where logprobs are wanted, all tokens whose logits give them are left.
         """
         if not self._enabled:
-            return PrefixMatch([], PrefixStop.OFF)
+            return PrefixMatch(blocks=[], stop=PrefixStop.OFF)
         num_usable = self._num_usable(request, worker)
         size = worker.capacity.block_size
         if num_usable == 0:
             short = len(request.token_ids) <= size
-            return PrefixMatch([], PrefixStop.SHORT if short else PrefixStop.LOGPROBS)
+            stop = PrefixStop.SHORT if short else PrefixStop.LOGPROBS
+            return PrefixMatch(blocks=[], stop=stop)
         return worker.pool.match(
             islice(request.block_hashes, num_usable),
             request.chain_start,
@@ -52,10 +53,13 @@ class PrefixSharing:
 
     def announce(self, request: Request, worker: WorkerState) -> None:
         """The request, just admitted, will fill the blocks of its known tokens."""
-        if self._enabled:
-            self._name_blocks(request, worker.capacity.block_size)
-            for name in request.block_hashes[request.num_published :]:
-                worker.coming.setdefault(name, request)
+        if not self._enabled:
+            return
+        names, size = request.block_hashes, worker.capacity.block_size
+        if request.hashed_block_size != size or len(names) < len(request.token_ids) // size:
+            self._name_blocks(request, size)  # mostly `match` has
+        for name in names[request.num_published :]:
+            worker.coming.setdefault(name, request)
 
     def inherit(self, request: Request, source: Request, worker: WorkerState) -> None:
         """The request has the prompt of `source`, which runs on the worker: the same names."""

@@ -91,23 +91,26 @@ class WaitingQueue:
             lane = self._lanes[key] = []
             if self._tenants is not None:
                 self._tenants.lift(request.tenant)
-        insort(lane, rank)
+        if not lane or lane[-1] < rank:
+            lane.append(rank)  # mostly: no search through a long lane
+        else:
+            insort(lane, rank)
         self._requests[rank] = request
         self._num_by_gateway[gateway_id] = self._num_by_gateway.get(gateway_id, 0) + 1
         longest = self._longest_by_gateway.get(gateway_id, 0)
         self._longest_by_gateway[gateway_id] = max(longest, request.max_total_tokens)
 
-    def remove(self, request: Request) -> None:
-        """Takes a request out."""
-        held = self._requests.pop(request.rank)
-        assert held is request, "another request waits under its rank"
-        key = None if self._tenants is None else request.tenant
-        lane = self._lanes[key]
-        del lane[bisect_left(lane, request.rank)]
-        if not lane:
-            del self._lanes[key]
-        num_left = self._num_by_gateway.pop(request.gateway_id) - 1
-        if num_left:
-            self._num_by_gateway[request.gateway_id] = num_left
-        else:
-            del self._longest_by_gateway[request.gateway_id]
+    def remove(self, *requests: Request) -> None:
+        """Takes requests out."""
+        for request in requests:
+            rank, gateway_id = request.rank, request.gateway_id
+            held = self._requests.pop(rank)
+            assert held is request, "another request waits under its rank"
+            key = None if self._tenants is None else request.tenant
+            lane = self._lanes[key]
+            del lane[0 if lane[0] == rank else bisect_left(lane, rank)]
+            if not lane:
+                del self._lanes[key]
+            num_left = self._num_by_gateway[gateway_id] = self._num_by_gateway[gateway_id] - 1
+            if not num_left:
+                del self._num_by_gateway[gateway_id], self._longest_by_gateway[gateway_id]

@@ -10,12 +10,12 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import numpy as np
 
 from scheduler_svc.core import digest, plan_size
 from scheduler_svc.core.blocks import BlockPool
+from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.depth import Depth
 from scheduler_svc.core.flight import DECODE, Batch, Special, StepInFlight
 from scheduler_svc.core.lifecycle import RequestState
@@ -51,17 +51,19 @@ class WorkerState:
         capacity: WorkerCapacity,
         cost: CostProfile,
         gateway_ids: frozenset[str],
-        max_inflight_steps: int,
+        config: CoreConfig,
     ) -> None:
         self.worker_id = worker_id
-        self.session = session
-        self.epoch = epoch
+        self.session, self.epoch = session, epoch
         self.capacity = capacity
         self.cost = StepCost(cost)
-        self.depth = Depth(max_inflight_steps)
+        self.depth = Depth(config.max_inflight_steps)
         self.gateway_ids = gateway_ids
         self.draining = False
         self.pool = BlockPool(capacity.num_blocks)
+        # Blocks that an admission must leave free. An idle worker needs none, so that a request
+        # which can run alone always gets to run.
+        self.watermark, self._busy_watermark = 0, int(config.watermark * capacity.num_blocks)
         self.swap = SwapSpace(capacity.num_host_blocks, self.pool)
         # How the last preemption here went, of those that had the choice.
         self.last_preemption: PreemptionMode | None = None
@@ -86,8 +88,7 @@ class WorkerState:
         # Blocks of known tokens that have been filled so far: what others may share, more or less.
         self.num_prompt_blocks = 0
         self.in_flight: deque[StepInFlight] = deque()
-        self.last_step = last_step
-        self.last_result_step = last_step
+        self.last_step = self.last_result_step = last_step
         self.num_failed_in_a_row = 0
         self._free_slots = [Slot(i) for i in range(capacity.num_slots)]
         self.rows = Rows(capacity.num_slots)
@@ -134,10 +135,6 @@ class WorkerState:
         """Blocks that hold so many tokens. The one size formula of the core."""
         return -(-num_tokens // self.capacity.block_size)
 
-    def ever_fits(self, request: Request) -> bool:
-        """Whether the request could run to its last token alone on this worker."""
-        return request.max_total_tokens <= self.max_request_tokens
-
     def occupy(self, request: Request, blocks: list[BlockId], num_cached: int) -> int:
         """Gives the request the lowest free slot and its table; returns the slot's generation.
 
@@ -145,34 +142,38 @@ class WorkerState:
         `blocks`.
         """
         slot, rows, size = heapq.heappop(self._free_slots), self.rows, self.capacity.block_size
+        num_tokens, limit = len(request.token_ids), request.max_total_tokens
         first = num_cached // size
-        if first < len(blocks) and self.pool.is_shared(blocks[first]):
+        # Without cached tokens all blocks are new.
+        if num_cached and first < len(blocks) and self.pool.is_shared(blocks[first]):
             self._copy_on_write(blocks, first)
         generation = rows.begin(
             slot,
-            num_tokens=len(request.token_ids),
+            num_tokens=num_tokens,
             num_cached=num_cached,
-            limit=request.max_total_tokens,
+            limit=limit,
+            room=len(blocks) * size,
         )
         rows.requests[slot], rows.token_ids[slot] = request, request.token_ids
         request.slot = slot
         request.worker_id = self.worker_id
         request.blocks = blocks
         self.running[slot] = request
+        self.watermark = self._busy_watermark
         if request.sample_group:
             self.samples.setdefault(request.sample_group, []).append(request)
-        place = bisect_left(self._ranks, request.rank)
-        self._ranks.insert(place, request.rank)
+        ranks, rank = self._ranks, request.rank
+        # Mostly the last one, without a search.
+        place = len(ranks) if not ranks or ranks[-1] < rank else bisect_left(ranks, rank)
+        ranks.insert(place, rank)
         self.ranked.insert(place, request)
         self._ranked_slots.insert(place, slot)
         self._order = None
         # It is not at its limit, and at least its last token is not computed.
-        num_tokens = len(request.token_ids)
-        self.num_open = min(self.num_open, request.max_total_tokens - num_tokens)
+        self.num_open = min(self.num_open, limit - num_tokens)
         self.num_pending_prefill += num_tokens - num_cached - 1
         self._num_unsampled += 1
         rows.key[slot] = key = digest.row_key(slot, generation)
-        rows.room[slot] = len(blocks) * size
         rows.digest[slot] = amount = digest.row_sum(key, 0, blocks)
         self._digest += amount
         return generation
@@ -225,7 +226,8 @@ class WorkerState:
         rows.room[slots] = room + size
         rows.digest[slots] += amounts
         self._digest += sum(mixed)
-        for slot, block in zip(cast(list[Slot], slots.tolist()), blocks, strict=True):
+        grown: list[Slot] = slots.tolist()  # type: ignore[assignment]  # a NewType
+        for slot, block in zip(grown, blocks, strict=True):
             running[slot].blocks.append(block)
             self._growth.append((slot, block))
 
@@ -237,6 +239,8 @@ class WorkerState:
         slot, rows = request.slot, self.rows
         assert self.running.get(slot) is request, f"slot {slot} is not held by this request"
         del self.running[slot]
+        if not self.running:
+            self.watermark = 0
         if request.sample_group:
             self.samples[request.sample_group].remove(request)
             if not self.samples[request.sample_group]:
@@ -244,11 +248,15 @@ class WorkerState:
         place = bisect_left(self._ranks, request.rank)
         del self._ranks[place], self.ranked[place], self._ranked_slots[place]
         self._order = None
-        self.num_pending_prefill -= max(0, rows.num_wanted(slot) - 1)
-        self._num_unsampled -= rows.is_unsampled(slot)
-        self._digest -= int(rows.digest[slot])
+        # Mostly of none.
+        if self.num_pending_prefill:
+            self.num_pending_prefill -= max(0, rows.num_wanted(slot) - 1)
+        if self._num_unsampled:
+            self._num_unsampled -= rows.is_unsampled(slot)
+        self._digest -= rows.digest.item(slot)
         self.pool.release(request.blocks)
         heapq.heappush(self._free_slots, slot)
+        rows.num_planned -= rows.planned.item(slot) > 0
         rows.planned[slot] = 0
         self._releases.append(slot)
         if self._growth:
@@ -273,6 +281,7 @@ class WorkerState:
         assert not self.running, "requests must leave before a reset"
         self._reset = True
         self.rows.planned[:] = 0
+        self.rows.num_planned = 0
         self._batch = Batch(_NOBODY, self.rows.planned.copy(), self.rows)
         self._releases.clear()
         self._admits.clear()
@@ -367,19 +376,30 @@ class WorkerState:
         """Rows that differ from the plan before, whose batch is replaced."""
         if decodes is self._last_decodes and not chunks:
             return ()
-        rows, before, slots = self.rows, self._batch.slots, decodes
-        planned = np.zeros(len(rows.planned), np.int64)
-        planned[decodes] = 1
+        rows, planned, slots = self.rows, self.rows.planned, decodes
+        changed: list[tuple[Slot, int]] = []
+        num_kept = len(decodes)
+        # Those admitted in the plan before, mostly: too few for columns of their own.
+        for slot in decodes[planned[decodes] != 1].tolist():
+            num_kept -= planned.item(slot) == 0
+            changed.append((slot, 1))
+            planned[slot] = 1
         if chunks:
-            chunk_slots = column(chunks)
-            planned[chunk_slots] = column(chunks.values())
-            slots = np.concatenate((decodes, chunk_slots))
-        differs = planned != rows.planned
-        news = slots[differs[slots]]
-        changed = list(zip(news.tolist(), planned[news].tolist(), strict=True))
-        differs &= planned == 0
-        changed += [(slot, 0) for slot in before[differs[before]].tolist()]
-        rows.planned = planned
+            slots = np.concatenate((decodes, column(chunks)))
+            for slot, num_tokens in chunks.items():
+                num_before = planned.item(slot)
+                num_kept += num_before > 0
+                if num_before != num_tokens:
+                    changed.append((Slot(slot), num_tokens))
+                    planned[slot] = num_tokens
+        if num_kept < rows.num_planned:
+            is_left = planned > 0
+            is_left[slots] = False
+            planned[is_left] = 0
+            # In the order of the plan before.
+            left = self._batch.slots[is_left[self._batch.slots]]
+            changed += [(slot, 0) for slot in left.tolist()]
+        rows.num_planned = len(slots)
         # A copy: rows of slots that are vacated are no longer planned, but still in flight.
         self._batch = Batch(slots, planned.copy(), rows)
         self._last_decodes = None if chunks else decodes
@@ -396,17 +416,14 @@ class WorkerState:
             self._num_unsampled -= len(first)
         rows.num_computed += by_slot
         rows.num_tokens += by_slot
-        if chunks:
-            # A chunk samples one token, if it leaves none to compute.
-            slots = self._batch.slots[len(decodes) :]
-            rows.num_tokens[slots] -= by_slot[slots]
-            samples = rows.num_tokens[slots] == rows.num_computed[slots]
-            rows.num_tokens[slots] += samples
-            pairs = zip(chunks.values(), samples.tolist(), strict=True)
-            for row, (count, is_last) in enumerate(pairs, start=len(decodes)):
-                special[row] = Special(count, is_last)
-                self.num_pending_prefill -= count - is_last
-                self._num_unsampled -= is_last
+        # A chunk samples one token, if it leaves none to compute.
+        for row, (slot, count) in enumerate(chunks.items(), start=len(decodes)):
+            num_tokens = rows.num_tokens.item(slot) - count
+            samples = num_tokens == rows.num_computed.item(slot)
+            rows.num_tokens[slot] = num_tokens + samples
+            special[row] = count, samples
+            self.num_pending_prefill -= count - samples
+            self._num_unsampled -= samples
         return special
 
     def is_coming(self, names: Iterable[BlockHash]) -> bool:
