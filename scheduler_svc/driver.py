@@ -141,8 +141,8 @@ class Driver:
             self._completions.complete(_completion(finish))
         if ready.discards:
             self._completions.complete(Completion(entry_ids=ready.discards))
-        for worker_id in ready.given_up:
-            self._plans.give_up(worker_id)
+        for given_up in ready.given_up:
+            self._plans.give_up(given_up.worker_id, given_up.reason)
         self._set_timer(ready.wake_at_ns)
 
     def _set_timer(self, wake_at_ns: int | None) -> None:

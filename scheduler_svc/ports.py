@@ -61,7 +61,7 @@ class PlanSink(Protocol):
     def send(self, plan: StepPlan) -> None:
         """Sends a plan to its worker; dropped if the worker has been lost meanwhile."""
 
-    def give_up(self, worker_id: WorkerId) -> None:
+    def give_up(self, worker_id: WorkerId, reason: str) -> None:
         """Closes the worker's session; it is dialled anew after a pause."""
 
 

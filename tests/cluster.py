@@ -102,6 +102,7 @@ class Cluster:
         self.finishes: dict[str, Finish] = {}
         self.discards: list[str] = []
         self.given_up: list[WorkerId] = []
+        self.why_given_up: list[str] = []
         self.last = Ready()
         # Results bring times, so that an adapted depth changes and holds plans back.
         self.tells_times = core.config.max_inflight_steps == 0
@@ -137,9 +138,10 @@ class Cluster:
         for entry_id in ready.discards:
             assert entry_id not in self.finishes
             self.discards.append(entry_id)
-        for worker_id in ready.given_up:
-            self.given_up.append(worker_id)
-            del self.workers[worker_id]
+        for given_up in ready.given_up:
+            self.given_up.append(given_up.worker_id)
+            self.why_given_up.append(given_up.reason)
+            del self.workers[given_up.worker_id]
         assert ready.wake_at_ns is None or ready.wake_at_ns > self.now_ns
         limit = self.core.config.max_inflight_steps or MAX_STEPS
         assert all(w.num_steps_in_flight <= limit for w in self.core.view().workers)

@@ -161,10 +161,10 @@ class WorkerLink:
             self._writer.set_result(None)
         self._observer.plan_sent(len(raw))
 
-    def give_up(self) -> None:
+    def give_up(self, reason: str) -> None:
         """The core has given the worker up: it knows of the loss."""
         self._cool_off = True
-        self._end_life("the core gave it up")
+        self._end_life(f"the core gave it up: {reason}")
 
     def check(self, now_ns: int) -> None:
         """Applies the loss rules."""

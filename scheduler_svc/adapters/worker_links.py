@@ -53,11 +53,11 @@ class WorkerLinks:
         if link is not None:
             link.send(plan)
 
-    def give_up(self, worker_id: WorkerId) -> None:
+    def give_up(self, worker_id: WorkerId, reason: str) -> None:
         """Closes the session; the worker is dialled again after a pause."""
         link = self._links.get(worker_id)
         if link is not None:
-            link.give_up()
+            link.give_up(reason)
 
     def addresses(self) -> Mapping[WorkerId, str]:
         """Where the workers are."""

@@ -152,6 +152,14 @@ class Finish:
 
 
 @value(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """A worker that is not to be used any more, and a sentence of the core's own that says why."""
+
+    worker_id: WorkerId
+    reason: str
+
+
+@value(frozen=True, slots=True, kw_only=True)
 class Ready:
     """Everything to do after a round of events, in this order:
 
@@ -165,7 +173,7 @@ class Ready:
     plans: tuple[StepPlan, ...] = ()
     finishes: tuple[Finish, ...] = ()
     discards: tuple[str, ...] = ()
-    given_up: tuple[WorkerId, ...] = ()
+    given_up: tuple[GivenUp, ...] = ()
     wake_at_ns: int | None = None
 
 

@@ -40,6 +40,7 @@ from scheduler_svc.core.ready import (
     CoreView,
     Explanation,
     Finish,
+    GivenUp,
     Ready,
     StepPlan,
     joined,
@@ -80,7 +81,7 @@ class SchedulerCore:
         self._finishes: list[Finish] = []
         self._ended = EndedRequests()
         self._discards: list[str] = []
-        self._given_up: list[WorkerId] = []
+        self._given_up: list[GivenUp] = []
         # Found since the last round to have no attempt left.
         self._spent: list[Request] = []
         # Whether a request has been taken off its worker in this round of planning.
@@ -397,8 +398,9 @@ class SchedulerCore:
         if worker is None or not worker.in_flight or worker.in_flight[0].step != event.step:
             self.stats.num_stale_results += 1
             return
-        if breaches.of_result(worker, worker.in_flight[0], event) is not None:
-            self._refuse_result(worker)
+        breach = breaches.of_result(worker, worker.in_flight[0], event)
+        if breach is not None:
+            self._refuse_result(worker, breach)
             return
         flight = worker.in_flight.popleft()
         worker.last_result_step = event.step
@@ -413,14 +415,17 @@ class SchedulerCore:
         if worker is None or not worker.in_flight or event.step < worker.in_flight[0].step:
             self.stats.num_stale_results += 1
             return
-        if breaches.of_operations(worker, event) is not None:
-            self._refuse_result(worker)
+        breach = breaches.of_operations(worker, event)
+        if breach is not None:
+            self._refuse_result(worker, breach)
             return
         self.stats.num_failed_steps += 1
         worker.num_failed_in_a_row += 1
-        given_up = worker.num_failed_in_a_row >= self.config.max_step_failures
-        if event.scope is FaultScope.WORKER or given_up:
-            self._give_up(worker)
+        if event.scope is FaultScope.WORKER:
+            self._give_up(worker, "it can't go on, it says")
+            return
+        if worker.num_failed_in_a_row >= self.config.max_step_failures:
+            self._give_up(worker, f"{worker.num_failed_in_a_row} steps in a row failed")
             return
         self._preemptions.operations_done(worker, event.operations_done)
         self._preemptions.forget_unfinished(worker)
@@ -432,13 +437,13 @@ class SchedulerCore:
         for request in chain.from_iterable(batch.requests for batch in failed):
             self._count_failed_step(request)
 
-    def _refuse_result(self, worker: WorkerState) -> None:
+    def _refuse_result(self, worker: WorkerState, breach: str) -> None:
         """It can't be true, so nothing of it is booked: what the worker holds is not known."""
         self.stats.num_bad_results += 1
-        self._give_up(worker)
+        self._give_up(worker, breach)
 
-    def _give_up(self, worker: WorkerState) -> None:
-        self._given_up.append(worker.worker_id)
+    def _give_up(self, worker: WorkerState, reason: str) -> None:
+        self._given_up.append(GivenUp(worker_id=worker.worker_id, reason=reason))
         self._lost(worker.worker_id)
 
     def _count_failed_step(self, request: Request) -> None:

@@ -41,8 +41,8 @@ class Suspects:
 
     def ready(self, ready: Ready) -> None:
         """Raises ViolationError if a request is taken for poison that can't be."""
-        for worker_id in ready.given_up:
-            self._lost(worker_id)
+        for given_up in ready.given_up:
+            self._lost(given_up.worker_id)
         for finish in ready.finishes:
             if taken_for_poison(finish.message):
                 self._check(finish)

@@ -107,8 +107,8 @@ class Rig:
         for plan in ready.plans:
             self.link.send(plan)
         self.finishes += ready.finishes
-        for _ in ready.given_up:
-            self.link.give_up()
+        for given_up in ready.given_up:
+            self.link.give_up(given_up.reason)
 
     def of(self, kind: type[Any]) -> list[Any]:
         """Events of a kind."""
@@ -330,7 +330,7 @@ async def test_results_of_an_older_life_are_dropped(worker: FakeWorkerServer) ->
         await rig.saw(StepCompleted, 5)
         worker.flow.clear()
         await asyncio.sleep(0.05)
-        rig.link.give_up()  # two plans are in flight
+        rig.link.give_up("planted")  # two plans are in flight
         rig.feed(WorkerLost(now_ns=CLOCK.now_ns(), worker_id=WorkerId("w1")))
         await rig.saw(WorkerLost)
         rig.link._kick.set()  # does not wait for the pause

@@ -36,6 +36,16 @@ def lies() -> dict[str, Lie]:
     }
 
 
+# Where it is not told in these words.
+TOLD = {
+    "a row that was not planned samples": "a row samples that was not planned",
+    "a row twice in place of another": "a row samples twice",
+    "a part of a prompt samples": "a row samples in the middle of its prompt",
+    "a row that was not planned ends": "a row ends that was not planned",
+    "more rows are wasted than there are": "more rows are wasted than were planned",
+}
+
+
 def begin() -> Cluster:
     """A worker with two decodes and a long prompt, and another one."""
     c = Cluster(make_core(max_inflight_steps=1, prefill_chunk_tokens=4))
@@ -55,7 +65,7 @@ def test_a_worker_whose_result_cannot_be_is_given_up(what: str) -> None:
     true = c.result()
     assert isinstance(true, StepCompleted)
     c.feed(lies()[what](true))
-    assert c.given_up == [WorkerId("w")]
+    assert (c.given_up, c.why_given_up) == ([WorkerId("w")], [TOLD.get(what, what)])
     assert c.core.stats.num_bad_results == 1
     c.run()
     for request_id, stream in c.gateway.streams.items():
@@ -93,6 +103,7 @@ def test_an_operation_cannot_be_done_before_its_plan(fails: bool) -> None:
     assert operation.op_id not in event.operations_done
     c.feed(replace(event, operations_done=(operation.op_id,)))
     assert (c.given_up, c.core.stats.num_bad_results) == ([WorkerId("w")], 1)
+    assert c.why_given_up == ["an operation is done before its plan"]
     c.begin("other", num_blocks=20)
     c.run()
     assert {stream.end for stream in c.gateway.streams.values()} == {FinishReason.LENGTH}

@@ -302,7 +302,7 @@ def test_a_worker_is_given_up_after_failing_steps_in_a_row() -> None:
         if c.given_up:
             break
         c.step("w0", fail=True)
-    assert c.given_up == ["w0"]
+    assert (c.given_up, c.why_given_up) == (["w0"], ["3 steps in a row failed"])
     assert c.core.stats.num_failed_steps == 4
     c.begin("w1")
     c.run()
@@ -350,7 +350,7 @@ def test_a_broken_worker_is_given_up_at_once() -> None:
             reason="device",
         )
     )
-    assert ready.given_up == ("w0",)
+    assert [given_up.worker_id for given_up in ready.given_up] == ["w0"]
     c.begin("w1")
     c.run()
     assert c.finish("a").attempt == 2

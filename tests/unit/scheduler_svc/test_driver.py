@@ -7,7 +7,15 @@ import pytest
 
 from scheduler_svc.core.account import Account
 from scheduler_svc.core.events import BecameLeader, Event, GatewayLost, Tick
-from scheduler_svc.core.ready import CoreStats, CoreView, Explanation, Finish, Ready, StepPlan
+from scheduler_svc.core.ready import (
+    CoreStats,
+    CoreView,
+    Explanation,
+    Finish,
+    GivenUp,
+    Ready,
+    StepPlan,
+)
 from scheduler_svc.core.types import FinishReason, RequestId, WorkerId
 from scheduler_svc.driver import Driver, EventQueue
 from scheduler_svc.ports import Completion
@@ -60,8 +68,8 @@ class Outside:
     def send(self, plan: StepPlan) -> None:
         self.acts.append(("plan", plan.step))
 
-    def give_up(self, worker_id: WorkerId) -> None:
-        self.acts.append(("give_up", worker_id))
+    def give_up(self, worker_id: WorkerId, reason: str) -> None:
+        self.acts.append(("give_up", worker_id, reason))
 
     def complete(self, completion: Completion) -> None:
         self.acts.append(completion)
@@ -171,7 +179,7 @@ async def test_ready_is_carried_out_in_its_order(rig: Rig) -> None:
         plans=(plan(1), plan(2)),
         finishes=(finish("1-0", notify=True), finish("2-0", notify=False)),
         discards=("3-0",),
-        given_up=(WorkerId("x"),),
+        given_up=(GivenUp(worker_id=WorkerId("x"), reason="it lies"),),
     )
     rig.core.decide = lambda _: ready
     rig.start()
@@ -183,7 +191,7 @@ async def test_ready_is_carried_out_in_its_order(rig: Rig) -> None:
     assert (told.entry_ids, told.notice.message) == (("1-0",), "late")
     assert silent == Completion(entry_ids=("2-0",))
     assert dropped == Completion(entry_ids=("3-0",))
-    assert given_up == ("give_up", "x")
+    assert given_up == ("give_up", "x", "it lies")
 
 
 async def test_the_core_gets_a_tick_at_the_time_it_asked_for(rig: Rig) -> None:
