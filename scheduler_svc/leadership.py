@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from scheduler_svc.adapters.lease import LeaderLease
 from scheduler_svc.adapters.redis_access import FAILURES, DeposedError, RedisHealth
-from scheduler_svc.adapters.worker_link import EpochTooLowError
+from scheduler_svc.adapters.refusals import EpochTooLowError
 from scheduler_svc.core import CoreConfig
 from scheduler_svc.ports import Core, TermObserver
 from scheduler_svc.recorder import TraceRecorder

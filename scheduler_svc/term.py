@@ -6,7 +6,7 @@ to stop or the term is over. A part that raises ends all the others.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler_svc.adapters.backlog_redis import BacklogPublisher
 from scheduler_svc.adapters.cancels import CancelsOnce
@@ -15,6 +15,7 @@ from scheduler_svc.adapters.inbox_redis import RequestInbox
 from scheduler_svc.adapters.lease import LeaderLease
 from scheduler_svc.adapters.outbox_redis import CompletionOutbox
 from scheduler_svc.adapters.redis_access import FencedRedis, RedisSide
+from scheduler_svc.adapters.refusals import Credit
 from scheduler_svc.adapters.worker_link import Dial
 from scheduler_svc.adapters.worker_links import WorkerLinks
 from scheduler_svc.driver import Driver, EventQueue
@@ -52,11 +53,12 @@ class _Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What is around a process: its clock, its Redis, and how it dials workers."""
+    """What is around a process: its clock, its Redis, and how it dials and believes workers."""
 
     clock: Clock
     redis: RedisSide
     dial: Dial = grpc_server.channel
+    credit: Credit = field(default_factory=Credit)
 
 
 class Term:
@@ -90,6 +92,7 @@ class Term:
             clock=clock,
             sink=sink,
             observer=metrics,
+            credit=around.credit,
             dial=around.dial,
         )
         self._gateways = GatewayWatch(

@@ -19,6 +19,7 @@ import grpc.aio
 
 from scheduler_svc import codec, limits
 from scheduler_svc.adapters.loss_rules import MAX_PATIENCE, WorkerHealth
+from scheduler_svc.adapters.refusals import Refusals, RefusedError
 from scheduler_svc.adapters.worker_life import (
     CannotResumeError,
     LinkError,
@@ -77,14 +78,6 @@ Call = grpc.aio.StreamStreamCall[bytes, bytes]
 Dial = Callable[[str], grpc.aio.Channel]
 
 
-class EpochTooLowError(Exception):
-    """The worker has seen a leader of a higher epoch."""
-
-    def __init__(self, highest_epoch: int) -> None:
-        super().__init__(f"a worker knows epoch {highest_epoch}")
-        self.highest_epoch = highest_epoch
-
-
 class WorkerLink:
     """See the module."""
 
@@ -111,6 +104,7 @@ class WorkerLink:
         self._check_digest = check_digest
         self._dial = dial
         self._log = get_logger("scheduler.worker").bind(worker=record.worker_id)
+        self._refusals = Refusals(epoch)
         self._life: WorkerLife | None = None
         self._ending: str | None = None
         self._session: asyncio.Task[None] | None = None
@@ -135,6 +129,11 @@ class WorkerLink:
     def gateway_ids(self) -> frozenset[str]:
         """Gateways that read its tokens."""
         return self._life.gateway_ids if self._life else frozenset()
+
+    @property
+    def claimed_epoch(self) -> int:
+        """See Refusals."""
+        return self._refusals.claimed_epoch
 
     def announced(self, record: WorkerRecord | None) -> None:
         """The registry's word; None if the worker is not in it."""
@@ -191,10 +190,7 @@ class WorkerLink:
     # The link's task
 
     async def run(self) -> None:
-        """Serves until the worker has no life and is not in the registry.
-
-        Raises EpochTooLowError.
-        """
+        """Serves until the worker has no life and is not in the registry."""
         while self._record is not None or self._life is not None:
             if self._ending is None:
                 await self._serve_once()
@@ -231,6 +227,9 @@ class WorkerLink:
         self._pause_s = RESUME_PAUSE_S if self._life is not None else DIAL_PAUSE_S
         if self._life is not None and self._life.draining:
             self._end_life("it has left")
+        elif self._life is not None and isinstance(error, RefusedError):
+            self._cool_off = True
+            self._end_life(str(error))
         elif self._life is not None and isinstance(error, _BREACHES) and self._life.breached():
             self._cool_off = True
             self._end_life("it broke the protocol")
@@ -284,9 +283,10 @@ class WorkerLink:
     async def _read_hello(self, call: Call) -> Hello:
         message = await _read(call)
         if isinstance(message, Refused):
-            raise self._refused(message)
+            raise self._refusals.refused(message.highest_epoch)
         if not isinstance(message, Hello):
             raise ProtocolError("the first message is no Hello")
+        self._refusals.accepted()
         if not (
             message.min_schema_revision <= codec.SCHEMA_REVISION <= message.max_schema_revision
         ):
@@ -299,12 +299,6 @@ class WorkerLink:
         if message.worker_id != self.worker_id:
             raise LinkError(f"the worker there is {message.worker_id!r}")
         return message
-
-    def _refused(self, message: Refused) -> Exception:
-        """What a refusal says: the term is over only if there has been a later one."""
-        if message.highest_epoch <= self._epoch:
-            return ProtocolError(f"refused by a worker that knows epoch {message.highest_epoch}")
-        return EpochTooLowError(message.highest_epoch)
 
     def _resume(self, life: WorkerLife, hello: Hello) -> None:
         """The worker is the same and has all that is needed, or its life ends."""
@@ -468,7 +462,7 @@ class WorkerLink:
             case Draining():
                 await self._drains(life, now_ns)
             case Refused():
-                raise self._refused(message)
+                raise self._refusals.refused(message.highest_epoch)
             case Hello() | StepReport():
                 raise ProtocolError(f"{type(message).__name__} out of place")
 

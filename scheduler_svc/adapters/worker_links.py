@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Mapping
 
 from scheduler_svc import codec
+from scheduler_svc.adapters import refusals
 from scheduler_svc.adapters.redis_access import FAILURES, FencedRedis
 from scheduler_svc.adapters.worker_link import Dial, WorkerLink
 from scheduler_svc.core.ready import StepPlan
@@ -32,6 +33,7 @@ class WorkerLinks:
         clock: Clock,
         sink: EventSink,
         observer: LinkObserver,
+        credit: refusals.Credit,
         dial: Dial = grpc_server.channel,
     ) -> None:
         self._redis = access.redis
@@ -42,6 +44,7 @@ class WorkerLinks:
         self._sink = sink
         self._observer = observer
         self._health = access.health
+        self._credit = credit
         self._dial = dial
         self._links: dict[WorkerId, WorkerLink] = {}
         self._digest = ""
@@ -81,6 +84,8 @@ class WorkerLinks:
             now_ns = self._clock.now_ns()
             for link in self._links.values():
                 link.check(now_ns)
+            claimed = [link.claimed_epoch for link in self._links.values()]
+            refusals.check(claimed, self._credit, now_ns)
 
     async def _read_registry(self, group: asyncio.TaskGroup) -> None:
         try:

@@ -6,6 +6,7 @@ import pytest
 from redis.asyncio import Redis
 
 from servicekit import redis_client
+from tests.integration.scheduler.fake_worker_server import FakeWorkerServer
 from tests.integration.scheduler.harness import SERVERS, RedisServer, redis_server
 
 
@@ -37,3 +38,12 @@ async def any_redis(any_server: RedisServer) -> AsyncIterator[Redis]:
     client = redis_client.connect(any_server.url)
     yield client
     await client.aclose()
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[FakeWorkerServer]:
+    """A healthy worker."""
+    fake = FakeWorkerServer()
+    await fake.start()
+    yield fake
+    await fake.stop()

@@ -50,6 +50,8 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self.refuses_below = 0
         # What it says to know then; 0: the truth.
         self.refuses_with = 0
+        # It claims that the epoch after any leader's has been.
+        self.lies = False
         self.fault_next: worker_pb2.Fault | None = None
         self.garble_next: Callable[[worker_pb2.StepResult], None] | None = None
         self.snapshot_slots: list[worker_pb2.SlotState] = []
@@ -146,6 +148,8 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         """See worker.proto."""
         opening = (await anext(request_iterator)).open
         self.opens.append(opening)
+        if self.lies:
+            self.refuses_below = self.refuses_with = opening.epoch + 1
         if opening.epoch < max(self.refuses_below, self._epoch):
             highest = self.refuses_with or max(self.refuses_below, self._epoch)
             refused = worker_pb2.Refused(highest_epoch=highest)

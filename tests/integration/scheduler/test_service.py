@@ -13,6 +13,7 @@ from quire.v1 import common_pb2, queue_pb2, scheduler_pb2, scheduler_pb2_grpc
 from redis.asyncio import Redis
 
 from scheduler_svc import trace_file
+from scheduler_svc.adapters import refusals
 from scheduler_svc.app import EXIT_FAILED
 from scheduler_svc.core import SchedulerCore
 from scheduler_svc.core.events import Event, RequestArrived
@@ -292,18 +293,42 @@ async def test_a_leader_that_lost_its_lease_ends_non_zero(
     assert await redis.get(redis_keys.lease(MODEL)) == b"somebody else"
 
 
+async def an_hour_ahead(redis: Redis) -> int:
+    """An epoch that a leader could have had if Redis' clock has gone back since."""
+    return (int((await redis.time())[0]) + 3600) * 1000
+
+
 async def test_an_epoch_that_a_worker_has_outgrown_is_stepped_over(
     server: RedisServer, redis: Redis
 ) -> None:
-    worker = FakeWorkerServer()
-    worker.refuses_below = 10**14
-    async with workers(redis, worker), scheduler(server.url) as running:
+    """Another one has not: Redis has lost its counter and a leader was back that had been."""
+    outgrown, other = FakeWorkerServer("w1"), FakeWorkerServer("w2")
+    outgrown.refuses_below = known = await an_hour_ahead(redis)
+    async with workers(redis, outgrown, other), scheduler(server.url) as running:
         request = queued_request()
         await add_request(redis, request)
         await wait_queue_empty(redis)
+        await eventually(lambda: outgrown.num_sessions, 10)
         assert running.app.is_leading()
-    assert worker.opens[-1].epoch == 10**14 + 1
-    assert_complete([request], worker)
+    assert outgrown.opens[-1].epoch == other.opens[-1].epoch == known + 1
+    assert_complete([request], outgrown, other)
+
+
+async def test_a_worker_that_claims_later_terms_for_ever_ends_a_few(
+    server: RedisServer, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease knows of none, and the other worker takes each epoch as it is."""
+    monkeypatch.setattr(refusals, "MIN_REFUSALS", 1)
+    liar, honest = FakeWorkerServer("w1"), FakeWorkerServer("w2")
+    liar.lies = True
+    async with workers(redis, liar, honest), scheduler(server.url) as running:
+        await running.ready()
+        await eventually(lambda: len(liar.opens) > 2 * refusals.MAX_ENDED, 15)
+        request = queued_request()
+        await add_request(redis, request)
+        await wait_queue_empty(redis)
+    assert len({opening.epoch for opening in liar.opens}) == 1 + refusals.MAX_ENDED
+    assert_complete([request], honest)
 
 
 async def test_a_bug_in_the_core_ends_the_process(

@@ -1,22 +1,12 @@
 """Sessions with workers over real gRPC: join, plan, resume, lose."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
 from quire.v1 import worker_pb2
 
 from scheduler_svc.adapters import loss_rules
-from scheduler_svc.adapters.clock import MonotonicClock
-from scheduler_svc.adapters.worker_link import EpochTooLowError, WorkerLink
-from scheduler_svc.core import SchedulerCore
-from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.events import (
-    BecameLeader,
-    Event,
-    RequestArrived,
     RequestCancelled,
     StepCompleted,
     StepFailed,
@@ -25,129 +15,11 @@ from scheduler_svc.core.events import (
     WorkerLost,
     WorkerSubscribed,
 )
-from scheduler_svc.core.ready import Finish
 from scheduler_svc.core.types import FaultScope, RequestId, WorkerId
-from scheduler_svc.ports import WorkerRecord
-from tests.builders import expected_output, make_request
+from tests.builders import expected_output
 from tests.integration.scheduler.fake_worker_server import FakeWorkerServer
 from tests.integration.scheduler.harness import eventually, tokens_of
-
-EPOCH = 5
-CLOCK = MonotonicClock()
-
-
-class CountingObserver:
-    """A LinkObserver that counts."""
-
-    def __init__(self) -> None:
-        self.plan_bytes: list[int] = []
-        self.num_results = self.num_stale = self.num_mismatches = self.num_lost = 0
-
-    def plan_sent(self, num_bytes: int) -> None:
-        self.plan_bytes.append(num_bytes)
-
-    def step_returned(self, seconds: float, idle_us: int) -> None:
-        self.num_results += 1
-
-    def stale_result(self) -> None:
-        self.num_stale += 1
-
-    def digest_mismatch(self) -> None:
-        self.num_mismatches += 1
-
-    def worker_lost(self) -> None:
-        self.num_lost += 1
-
-
-class Rig:
-    """One link under a real core: each event is fed at once, each plan sent at once."""
-
-    def __init__(
-        self,
-        worker: FakeWorkerServer,
-        *,
-        epoch: int = EPOCH,
-        grace_s: float = 0.5,
-        depth: int = 2,
-    ) -> None:
-        self.events: list[Event] = []
-        self.finishes: list[Finish] = []
-        self.observer = CountingObserver()
-        self.digests: list[str] = []
-        self.core = SchedulerCore(CoreConfig(max_inflight_steps=depth))
-        self.core.feed(BecameLeader(now_ns=CLOCK.now_ns(), epoch=epoch))
-        self.link = WorkerLink(
-            self.record(worker),
-            epoch=epoch,
-            grace_ns=round(grace_s * 1e9),
-            clock=CLOCK,
-            sink=self,
-            observer=self.observer,
-            check_digest=lambda _, digest: self.digests.append(digest),
-        )
-
-    @staticmethod
-    def record(worker: FakeWorkerServer) -> WorkerRecord:
-        return WorkerRecord(
-            worker_id=WorkerId(worker.worker_id),
-            incarnation=worker.incarnation,
-            address=worker.address,
-            model_digest="d" * 64,
-        )
-
-    async def put(self, event: Event) -> None:
-        """EventSink."""
-        self.events.append(event)
-        asyncio.get_running_loop().call_soon(self.feed, event)
-
-    def feed(self, event: Event) -> None:
-        """What the driver does."""
-        self.core.feed(event)
-        ready = self.core.take_ready()
-        for plan in ready.plans:
-            self.link.send(plan)
-        self.finishes += ready.finishes
-        for given_up in ready.given_up:
-            self.link.give_up(given_up.reason)
-
-    def of(self, kind: type[Any]) -> list[Any]:
-        """Events of a kind."""
-        return [event for event in self.events if isinstance(event, kind)]
-
-    async def saw(self, kind: type[Any], count: int = 1, timeout_s: float = 5.0) -> None:
-        """Waits for the count-th event of a kind."""
-        await eventually(lambda: len(self.of(kind)) >= count, timeout_s)
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator["Rig"]:
-        """The link's task and the loss rules' clock."""
-        loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(self.link.run()), loop.create_task(self._check())]
-        try:
-            yield self
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _check(self) -> None:
-        while True:
-            await asyncio.sleep(0.05)
-            self.link.check(CLOCK.now_ns())
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[FakeWorkerServer]:
-    """A healthy worker."""
-    fake = FakeWorkerServer()
-    await fake.start()
-    yield fake
-    await fake.stop()
-
-
-def request(name: str = "a", **fields: Any) -> RequestArrived:
-    """A request of the fake's gateway, with an id as long as the wire wants it."""
-    return make_request(name.ljust(16, "."), gateway_id="g1", now_ns=CLOCK.now_ns(), **fields)
+from tests.integration.scheduler.rig import CLOCK, EPOCH, Rig, request
 
 
 async def test_a_worker_joins_computes_and_its_results_reach_the_core(
@@ -363,14 +235,6 @@ async def test_a_refused_step_fails_and_work_goes_on_from_a_reset(
     assert tokens_of(worker.emissions, arrival.request_id) == expected_output(arrival)[0]
 
 
-async def test_a_worker_of_a_higher_epoch_ends_the_term(worker: FakeWorkerServer) -> None:
-    worker.refuses_below = EPOCH + 3
-    rig = Rig(worker)
-    with pytest.raises(EpochTooLowError) as refusal:
-        await rig.link.run()
-    assert refusal.value.highest_epoch == EPOCH + 3
-
-
 async def test_a_draining_worker_leaves_without_a_grace(worker: FakeWorkerServer) -> None:
     async with Rig(worker, grace_s=30.0).running() as rig:
         await rig.saw(WorkerJoined)
@@ -391,73 +255,6 @@ async def test_cancels_and_subscriptions_are_passed_on(worker: FakeWorkerServer)
         assert rig.link.gateway_ids == {"g1", "g2"}
     assert [e.gateway_ids for e in rig.of(WorkerSubscribed)] == [{"g1", "g2"}]
     assert [e.request_id for e in rig.of(RequestCancelled)] == [RequestId(b"c" * 16)]
-
-
-def _skip_a_step(worker: FakeWorkerServer) -> None:
-    result = worker_pb2.StepResult(epoch=EPOCH, step=worker.last_step + 9)
-    worker.say(worker_pb2.SessionResponse(result=result))
-
-
-def _uneven_columns(worker: FakeWorkerServer) -> None:
-    result = worker_pb2.StepResult(epoch=EPOCH, step=worker.last_step + 1, slots=[1, 2])
-    worker.say(worker_pb2.SessionResponse(result=result))
-
-
-def _second_hello(worker: FakeWorkerServer) -> None:
-    worker.say(worker_pb2.SessionResponse(hello=worker._hello()))
-
-
-@pytest.mark.parametrize("misbehave", [_skip_a_step, _uneven_columns, _second_hello])
-async def test_a_worker_that_breaks_the_protocol_loses_its_stream_only(
-    worker: FakeWorkerServer, misbehave: Callable[[FakeWorkerServer], None]
-) -> None:
-    worker.step_s = 0.002
-    async with Rig(worker).running() as rig:
-        await rig.saw(WorkerJoined)
-        arrival = request(max_tokens=60)
-        rig.feed(arrival)
-        await rig.saw(StepCompleted, 5)
-        misbehave(worker)
-        await eventually(lambda: rig.finishes)
-    assert worker.num_sessions == 2
-    assert rig.of(WorkerLost) == []
-    assert tokens_of(worker.emissions, arrival.request_id) == expected_output(arrival)[0]
-
-
-def _one_column_longer(result: worker_pb2.StepResult) -> None:
-    result.slots.append(1)
-
-
-def _a_row_that_was_not_planned(result: worker_pb2.StepResult) -> None:
-    result.slots.append(31)
-    result.token_ids.append(1)
-
-
-@pytest.mark.parametrize("garble", [_one_column_longer, _a_row_that_was_not_planned])
-async def test_a_worker_whose_result_cannot_be_is_lost_and_dialled_anew(
-    worker: FakeWorkerServer, garble: Callable[[worker_pb2.StepResult], None]
-) -> None:
-    """Sent again it is no better: a resumed session would go round for ever."""
-    worker.step_s = 0.002
-    async with Rig(worker).running() as rig:
-        await rig.saw(WorkerJoined)
-        arrival = request(max_tokens=60)
-        rig.feed(arrival)
-        await rig.saw(StepCompleted, 5)
-        worker.garble_next = garble
-        await rig.saw(WorkerLost)
-        rig.link._kick.set()  # does not wait for the pause
-        await rig.saw(WorkerJoined, 2)
-        await eventually(lambda: rig.finishes)
-    assert tokens_of(worker.emissions, arrival.request_id) == expected_output(arrival)[0]
-
-
-async def test_a_refusal_in_favour_of_no_later_term_ends_no_term(worker: FakeWorkerServer) -> None:
-    worker.refuses_below = EPOCH + 1
-    worker.refuses_with = EPOCH
-    async with Rig(worker).running() as rig:
-        await eventually(lambda: len(worker.opens) == 2)
-        assert rig.events == []
 
 
 async def test_a_worker_of_another_schema_revision_is_not_used(worker: FakeWorkerServer) -> None:
