@@ -32,6 +32,8 @@ class Wait(enum.IntEnum):
     RETURNING = 5
     # What it computed is in host memory, or on its way there or back.
     SWAPPED = 6
+    # It may be what its workers died of, and is tried alone.
+    SUSPECT = 7
 
 
 @value(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ Rules:
 - with `fair` a request also passes others only while its tenant does not lead them by a context;
 - one that can't keep its deadline comes after all others;
 - one that comes after a swapped request of a worker, still out, is not admitted there;
+- a suspect is tried alone, see suspects;
 - one that shares enough with a running prefill is held back until that has filled the cache, for
   max_holds plans at most; a sample of a prompt that another sample fills likewise, see fork;
 - a request goes to the cheapest worker that has room and whose tokens its gateway reads;
@@ -17,7 +18,7 @@ Rules:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from scheduler_svc.core import fork, plan_size, planner, policy
+from scheduler_svc.core import fork, plan_size, planner, policy, suspects
 from scheduler_svc.core.account import Overtakes, Wait
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.fork import Fork
@@ -58,6 +59,8 @@ class _Fill:
     least: float = float("inf")
     # Of the other workers with room the one that has least to do.
     emptiest: WorkerState | None = None
+    # A suspect is tried on the worker, or waits for that.
+    is_closed: bool = False
 
 
 class Admission:
@@ -134,6 +137,7 @@ class Admission:
         worker = fill.worker
         return (
             fill.num_left < _MAX_SCAN
+            and not fill.is_closed
             and fill.most_skips < self._config.max_skips
             and len(fill.admitted) < fill.most
             and self._is_open(worker, fill.budget)
@@ -156,7 +160,14 @@ class Admission:
             or request.gateway_id not in worker.gateway_ids
         ):
             return
-        workers = [worker] if len(self._workers) == 1 else self._open_to(request, worker)
+        if request.is_suspect and request.still_suspect():
+            if not suspects.may_try(worker):
+                fill.is_closed = True
+                request.waits.turn_to(Wait.SUSPECT, fill.now_ns, self.overtaken_ns(request))
+                return
+            workers = [worker]
+        else:
+            workers = [worker] if len(self._workers) == 1 else self._open_to(request, worker)
         placement, reason = self._find_placement(fill, request, workers)
         if reason is Wait.BLOCKS:
             fill.passed.append(request)
@@ -288,6 +299,7 @@ class Admission:
         blocks = placement.shared + fresh
         self.seat(request, worker, blocks=blocks, num_computed=num_cached, now_ns=fill.now_ns)
         fill.budget.take(request.slot, num_uncached)
+        fill.is_closed = request.is_suspect
         fill.admitted.append(request)
         for skipped in fill.passed:
             skipped.num_skips += 1
@@ -365,6 +377,8 @@ class Admission:
     ) -> None:
         """Brings a request into a slot with a table whose blocks hold so many of its tokens."""
         request.waits.turn_to(None, now_ns, self.overtaken_ns(request) if self._is_fair else None)
+        if request.is_suspect:
+            worker.on_trial = request
         generation = worker.occupy(request, blocks, num_computed)
         num_full = num_computed // worker.capacity.block_size
         if num_full > request.num_published:

@@ -87,6 +87,7 @@ def _check_worker(worker: WorkerState) -> None:
     assert worker.ranked == in_rank
     assert worker._ranks == [request.rank for request in in_rank]
     _check_counts(worker, in_rank)
+    _check_trial(worker, in_rank)
     samples = [r for r in in_rank if r.sample_group]
     assert sorted(r.rank for g in worker.samples.values() for r in g) == [r.rank for r in samples]
     assert all(r in worker.samples[r.sample_group] for r in samples)
@@ -114,6 +115,20 @@ def _check_counts(worker: WorkerState, in_rank: Sequence[Request]) -> None:
     assert rows.num_planned == int((rows.planned > 0).sum())
     num_left = [most - tokens for tokens, most in zip(known, limit, strict=True)]
     assert worker.num_open <= min(num_left, default=worker.num_open)
+
+
+def _check_trial(worker: WorkerState, in_rank: Sequence[Request]) -> None:
+    """A suspect runs beside no other one, and beside nothing of which no token has been seen.
+
+    But for what comes back from host memory, and was on its way when the trial began.
+    """
+    tried = [r for r in in_rank if r.is_suspect and len(r.token_ids) == r.tokens_at_loss]
+    if not tried:
+        return
+    assert tried == [worker.on_trial], "suspects are tried together"
+    for request in in_rank:
+        is_seen = len(request.token_ids) > request.num_known_at_admission
+        assert request in tried or is_seen or request.num_swaps, "a suspect is not tried alone"
 
 
 def _check_rows(worker: WorkerState, size: int) -> None:

@@ -9,7 +9,7 @@ which running requests lacked blocks.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from scheduler_svc.core import policy
+from scheduler_svc.core import policy, suspects
 from scheduler_svc.core.blocks import PrefixMatch
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.ready import StepPlan
@@ -236,7 +236,9 @@ def has_seat(worker: WorkerState, config: CoreConfig) -> bool:
 
 
 def num_free_seats(worker: WorkerState, config: CoreConfig) -> int:
-    """Slots for more requests."""
+    """Slots for more requests; none while a suspect is tried."""
+    if worker.on_trial is not None and suspects.is_trying(worker):
+        return 0
     limit = worker.capacity.num_slots
     if config.max_num_seqs:
         limit = min(limit, config.max_num_seqs)

@@ -91,8 +91,9 @@ class Preemptions:
     def _swappable(self, worker: WorkerState, request: Request) -> tuple[int, int, int]:
         """Tokens whose KV a swap would keep, and which blocks of the table would be copied.
 
-        None of them where the request has nothing left to plan, or where the worker would have to
-        repeat tokens for their logprobs.
+        None of them where the request has nothing left to plan, where the worker would have to
+        repeat tokens for their logprobs, or where it is a suspect, which comes back by admission
+        only.
         """
         rows, slot = worker.rows, request.slot
         num_computed = int(rows.num_computed[slot])
@@ -100,7 +101,8 @@ class Preemptions:
         unscored = num_computed
         if request.sampling.num_logprobs is not None and rows.is_unsampled(slot):
             unscored = request.num_unscored(worker.session)
-        if rows.num_tokens[slot] >= rows.limit[slot] or unscored < num_computed:
+        is_over = rows.num_tokens[slot] >= rows.limit[slot]
+        if is_over or unscored < num_computed or request.still_suspect():
             return num_computed, first, first
         return num_computed, first, max(first, worker.blocks_for(num_computed))
 

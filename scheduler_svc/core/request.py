@@ -82,6 +82,8 @@ class Request:
     num_losses: int = 0
     num_failed_steps: int = 0
     tokens_at_loss: int = -1
+    # It may be what its workers died of; not reset by a token, see still_suspect.
+    is_suspect: bool = False
     stranded_since_ns: int | None = None
     waits: WaitBook = field(default_factory=WaitBook)
     prefix_stop: PrefixStop | None = None
@@ -152,6 +154,7 @@ class Request:
             # What kills its workers must not begin to count anew by being asked for again.
             self.tokens_at_loss = len(self.token_ids)
             self.num_losses, self.num_failed_steps = old.num_losses, old.num_failed_steps
+            self.is_suspect = old.is_suspect
 
     def set_back(self, now_ns: int, *, preempted: bool) -> None:
         """It has lost its blocks. What comes on top before its next token is the same set-back."""
@@ -182,6 +185,11 @@ class Request:
         self._count_anew_after_a_token()
         self.num_failed_steps += 1
         return self.num_failed_steps
+
+    def still_suspect(self) -> bool:
+        """Whether it is a suspect; a token since its last loss clears it."""
+        self.is_suspect = self.is_suspect and len(self.token_ids) == self.tokens_at_loss
+        return self.is_suspect
 
     def _count_anew_after_a_token(self) -> None:
         if len(self.token_ids) != self.tokens_at_loss:

@@ -10,7 +10,7 @@ Owns every request from arrival to its one end, and the state of every worker. R
 from itertools import chain
 from typing import assert_never
 
-from scheduler_svc.core import breaches, explain, planner
+from scheduler_svc.core import breaches, explain, planner, suspects
 from scheduler_svc.core.account import Account, Wait
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.arrivals import new_request
@@ -52,8 +52,6 @@ from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.types import MAX_ATTEMPT, FaultScope, FinishReason, RequestId, WorkerId
 from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
-
-_MAX_LOSSES_WITHOUT_TOKEN = 3
 
 
 class SchedulerCore:
@@ -286,6 +284,10 @@ class SchedulerCore:
         self._num_total_tokens -= request.max_total_tokens
         self._tenants.ended(request.tenant)
 
+    def _end_if(self, why: str | None, request: Request) -> None:
+        if why is not None:
+            self._finish(request, FinishReason.ERROR, notify=True, message=why)
+
     def _end_late(self) -> None:
         message = "the request's deadline has passed"
         while (late := self._deadlines.pop_due(self._now_ns)) is not None:
@@ -349,7 +351,8 @@ class SchedulerCore:
             request.move(Move.YIELD)
             self._wait(request)
             self.stats.num_recovered += 1
-            self._count_loss(request)
+            why = suspects.count_loss(request, self.config.max_attempts, self._now_ns)
+            self._end_if(why, request)
 
     def _void_in_flight(self, worker: WorkerState) -> None:
         """No result of the steps in flight will come."""
@@ -369,17 +372,6 @@ class SchedulerCore:
             if request.num_in_flight == 0:
                 request.move(Move.RETURN)
                 self._wait(request)
-
-    def _count_loss(self, request: Request) -> None:
-        """Bounds how often one request may lose its worker: it may be what kills them."""
-        num_losses = request.count_loss()
-        if num_losses >= _MAX_LOSSES_WITHOUT_TOKEN:
-            message = f"the request lost its worker {num_losses} times without a token"
-        elif request.num_workers_lost >= self.config.max_attempts:
-            message = f"the request was tried {request.num_workers_lost} times"
-        else:
-            return
-        self._finish(request, FinishReason.ERROR, notify=True, message=message)
 
     def _hand_over_from_draining(self) -> None:
         """Moves requests off draining workers where another one can take them."""
@@ -435,7 +427,10 @@ class SchedulerCore:
             self._yield(worker, request, False)
         worker.start_over()
         for request in chain.from_iterable(batch.requests for batch in failed):
-            self._count_failed_step(request)
+            if request.state is not RequestState.FINISHED:
+                limit = self.config.max_step_failures
+                why = suspects.count_failed_step(request, limit, self._now_ns)
+                self._end_if(why, request)
 
     def _refuse_result(self, worker: WorkerState, breach: str) -> None:
         """It can't be true, so nothing of it is booked: what the worker holds is not known."""
@@ -445,18 +440,6 @@ class SchedulerCore:
     def _give_up(self, worker: WorkerState, reason: str) -> None:
         self._given_up.append(GivenUp(worker_id=worker.worker_id, reason=reason))
         self._lost(worker.worker_id)
-
-    def _count_failed_step(self, request: Request) -> None:
-        """Bounds how often one request may make steps fail, also where others succeed between.
-
-        As many as it takes to lose workers by it until it ends.
-        """
-        if request.state is RequestState.FINISHED:
-            return
-        num_failed = request.count_failed_step()
-        if num_failed >= _MAX_LOSSES_WITHOUT_TOKEN * self.config.max_step_failures:
-            message = f"{num_failed} steps with the request failed, without a token between them"
-            self._finish(request, FinishReason.ERROR, notify=True, message=message)
 
     # Planning
 
@@ -484,7 +467,8 @@ class SchedulerCore:
 
     def _wait(self, request: Request) -> None:
         self._waiting.add(request)
-        request.waits.turn_to(Wait.TURN, self._now_ns)
+        is_suspect = request.is_suspect and request.still_suspect()
+        request.waits.turn_to(Wait.SUSPECT if is_suspect else Wait.TURN, self._now_ns)
         if request.attempt >= MAX_ATTEMPT and request.is_spent:
             self._spent.append(request)
 

@@ -55,11 +55,11 @@ class WorkerState:
     ) -> None:
         self.worker_id = worker_id
         self.session, self.epoch = session, epoch
-        self.capacity = capacity
-        self.cost = StepCost(cost)
+        self.capacity, self.cost = capacity, StepCost(cost)
         self.depth = Depth(config.max_inflight_steps)
         self.gateway_ids = gateway_ids
         self.draining = False
+        self.on_trial: Request | None = None  # the suspect admitted last; it may have gone
         self.pool = BlockPool(capacity.num_blocks)
         # Blocks that an admission must leave free. An idle worker needs none, so that a request
         # which can run alone always gets to run.

@@ -317,7 +317,8 @@ class Clients:
         else:
             wanted = {FinishReason.LENGTH}
         assert answer.live is not None
-        if taken_for_poison(message) and answer.live.request_id in self._suspects:
+        taken = not call.poison and taken_for_poison(message)
+        if taken and answer.live.request_id in self._suspects:
             self.ends["taken for poison"] += 1
             return
         if reason is FinishReason.DEADLINE and answer.live.request_id in self._forgotten:

@@ -205,6 +205,10 @@ class World:
         else:
             self._ask(3, 0.5, 0, self.gateways.index(of))
 
+    def ask_at_once(self, num_requests: int, num_poison: int) -> None:
+        """So many within a moment, of which some do harm to what computes them."""
+        self._ask(num_requests, 0.02, num_poison)
+
     def _ask(
         self, num_requests: int, over_s: float, num_poison: int, gateway: int | None = None
     ) -> None:

@@ -16,14 +16,14 @@ from gateway.core.types import Terminal
 from gpu_worker.session import Sessions
 from scheduler_svc.adapters.inbox_redis import RequestInbox
 from scheduler_svc.adapters.worker_link import WorkerLink
-from scheduler_svc.core import prefix, scheduler
+from scheduler_svc.core import prefix, suspects
 from scheduler_svc.core.types import WorkerId
 from scheduler_svc.core.worker_state import WorkerState
 from scheduler_svc.ports import Completion, WorkerRecord
 from scheduler_svc.sim.__main__ import main, missing, problem, quiet, run_seeds
 from scheduler_svc.sim.clients import MODEL
 from scheduler_svc.sim.faults import KINDS
-from scheduler_svc.sim.world import Options, Outcome, World
+from scheduler_svc.sim.world import ARRIVALS_S, Options, Outcome, World
 from servicekit import redis_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,7 +264,21 @@ def test_an_end_that_comes_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_request_is_not_taken_for_poison_after_one_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though others have lost their workers often."""
-    monkeypatch.setattr(scheduler, "_MAX_LOSSES_WITHOUT_TOKEN", 1)
+    monkeypatch.setattr(suspects, "MAX_LOSSES_WITHOUT_TOKEN", 1)
     outcomes = run_seeds(range(10), Options(only="worker dies"))
     rules = {outcome.rule for outcome in outcomes if outcome.rule}
     assert rules == {"only what has often lost its worker is taken for poison"}
+
+
+async def _poison_among_many(world: World) -> None:
+    """They come at once, so that they share their first steps."""
+    world.ask_at_once(30, num_poison=3)
+    await asyncio.sleep(ARRIVALS_S)
+
+
+def test_what_kills_workers_takes_nothing_with_it() -> None:
+    """Without another fault nobody has the bad luck to lose worker after worker."""
+    outcomes = [played(_poison_among_many, seed) for seed in range(8)]
+    assert [outcome.detail for outcome in outcomes if outcome.rule] == []
+    assert sum(outcome.faults["poison"] for outcome in outcomes) >= 20
+    assert sum(outcome.ends["taken for poison"] for outcome in outcomes) == 0

@@ -156,6 +156,7 @@ def test_there_is_a_trace_for_each_behaviour() -> None:
         "static",
         "step-failed",
         "superseded",
+        "suspect",
         "swap-void",
         "swapped-ended",
         "worker-lost",

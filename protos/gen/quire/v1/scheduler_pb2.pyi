@@ -256,6 +256,8 @@ class ExplainResponse(_message.Message):
         """It had lost its slot while steps with it were unreturned."""
         REASON_SWAPPED: ExplainResponse._Reason.ValueType  # 7
         """What it had computed was in host memory, or on its way there or back."""
+        REASON_SUSPECT: ExplainResponse._Reason.ValueType  # 8
+        """It may be what its workers died of, and is tried alone."""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
         """What a request waited for."""
@@ -276,6 +278,8 @@ class ExplainResponse(_message.Message):
     """It had lost its slot while steps with it were unreturned."""
     REASON_SWAPPED: ExplainResponse.Reason.ValueType  # 7
     """What it had computed was in host memory, or on its way there or back."""
+    REASON_SUSPECT: ExplainResponse.Reason.ValueType  # 8
+    """It may be what its workers died of, and is tried alone."""
 
     class _PrefixStop:
         ValueType = _typing.NewType("ValueType", _builtins.int)
