@@ -7,7 +7,6 @@ deadlines. A request leaves the table at its end and its client's side reads wha
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +28,7 @@ from gateway.core.types import (
     TokenLogprob,
 )
 from gateway.core.wording import sentence
+from gateway.doubts import Doubts
 from gateway.intake import Intake, equally
 from gateway.live import (
     CLIENT_GONE,
@@ -48,8 +48,6 @@ RETRY_S = 0.5
 # While the loop is behind, tokens wait so long at most for others to share a frame with.
 HOLD_S = 0.02
 MAX_STRANGERS = 10_000
-# After a worker's stream has broken, until the scheduler can be taken to give it no more of ours.
-UNSUBSCRIBED_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +97,7 @@ class Engine:
         self._holding = False
         self._held: dict[LiveRequest, None] = {}
         self._release: asyncio.TimerHandle | None = None
+        self._doubts = Doubts(queue, lambda live: self._supersede(live, "lost", counts=False))
         self._log = logs.get_logger("gateway.engine")
         self._metrics = metrics
         metrics.watch_streams(lambda: len(self._live))
@@ -243,16 +242,14 @@ class Engine:
             loop = asyncio.get_running_loop()
             self._release = loop.call_later(HOLD_S, self._wake_held)
 
-    def on_gap(self, link: WorkerLink, *, broken_since_s: float | None = None) -> None:
-        """Supersedes what this worker ran; requests without a token may have lost their first.
-
-        What was queued after the stream broke is left alone: the worker was not given it.
-        """
-        last_s = math.inf if broken_since_s is None else broken_since_s + UNSUBSCRIBED_S
+    def on_gap(self, link: WorkerLink) -> None:
+        """Supersedes what this worker ran; what has had no token may have had its only ones there,
+        and is in doubt."""
         for live in list(self._live.values()):
-            if (live.link is link or live.link is None) and live.queued_s <= last_s:
-                # One without a token may have had its first there; most of them just wait.
-                self._supersede(live, "gap", counts=live.link is link)
+            if live.link is link:
+                self._supersede(live, "gap")
+            elif live.link is None:
+                self._doubts.add(live)
 
     def on_notice(self, notice: Notice) -> None:
         """Ends a request, unless the notice speaks of an attempt that is over."""
@@ -264,10 +261,11 @@ class Engine:
             self._finished(live, tell=False)
 
     async def run(self) -> None:
-        """The sweeper and the superseding of requests, until cancelled."""
+        """The sweeper, the superseding of requests and their doubts, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep())
             group.create_task(self._supersede_all())
+            group.create_task(self._doubts.run())
 
     # Inside.
 
@@ -452,13 +450,12 @@ class Engine:
         request = replace(
             live.queued, attempt=live.state.attempt, output_token_ids=list(live.state.tokens)
         )
-        queued_s = self._clock_s()
         try:
             live.admission = await self._queue.supersede(old, request)
         except UnavailableError:
             return
         self._to_supersede.pop(live, None)
-        live.superseding, live.queued_s = False, queued_s
+        live.superseding = False
         self._metrics.superseded.inc()
         if live.state.end is not None:
             # It ended while the script ran.

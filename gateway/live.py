@@ -68,8 +68,6 @@ class LiveRequest:
         self.link: WorkerLink | None = None
         self.heard_s = 0.0
         self.arrived_s = now_s
-        # Not before this its current attempt went into the queue.
-        self.queued_s = now_s
         self.backstop_s = now_s + queued.life_ms / 1000 + BACKSTOP_S
         self.first_token_s = 0.0
         self.last_token_s = 0.0

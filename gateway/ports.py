@@ -28,6 +28,9 @@ class RequestQueue(Protocol):
     async def supersede(self, old: Admission, request: QueuedRequest) -> Admission:
         """Replaces an entry by a later attempt. Never refused; raises UnavailableError."""
 
+    async def standing(self, entry_ids: Sequence[str]) -> list[bool]:
+        """Whether each of these entries is still there. Raises UnavailableError."""
+
     def cancel(self, request_id: RequestId) -> None:
         """Tells the scheduler, in the background and as soon as Redis answers."""
 
@@ -68,8 +71,8 @@ class EventSink(Protocol):
     def on_batch(self, batch: TokenBatch, link: WorkerLink, *, hold: bool = False) -> None:
         """Tokens have come. With `hold` the loop is behind: they may go out with later ones."""
 
-    def on_gap(self, link: WorkerLink, *, broken_since_s: float | None = None) -> None:
-        """Tokens of this worker are lost: of any time, or of until its stream broke for good."""
+    def on_gap(self, link: WorkerLink) -> None:
+        """Tokens of this worker are lost."""
 
     def on_notice(self, notice: Notice) -> None:
         """A request has ended elsewhere."""

@@ -60,6 +60,15 @@ redis.call('PUBLISH', ARGV[5], '1')
 return id
 """
 
+# KEYS requests. ARGV entry ids. Answers how many entries have each id.
+STANDING = """
+local found = {}
+for i, id in ipairs(ARGV) do
+  found[i] = #redis.call('XRANGE', KEYS[1], id, id)
+end
+return found
+"""
+
 
 class RedisQueue:
     """RequestQueue. `run` must be running. `blocking` is a client for reads that wait."""
@@ -79,6 +88,7 @@ class RedisQueue:
         self._blocking = blocking
         self._admit = self._redis.register_script(ADMIT)
         self._supersede = self._redis.register_script(SUPERSEDE)
+        self._standing = self._redis.register_script(STANDING)
         self._model = model
         self._gateway_id = gateway_id
         self._reply_to = reply_to
@@ -143,6 +153,14 @@ class RedisQueue:
         except _FAILURES as error:
             raise _away() from error
         return Admission(entry_id=entry_id.decode(), deadline_ms=old.deadline_ms)
+
+    async def standing(self, entry_ids: Sequence[str]) -> list[bool]:
+        """Whether each of these entries is still there. Raises UnavailableError."""
+        try:
+            found = await self._standing(keys=[self._requests], args=list(entry_ids))
+        except _FAILURES as error:
+            raise _away() from error
+        return [count > 0 for count in found]
 
     def cancel(self, request_id: RequestId) -> None:
         """Tells the scheduler. At the bound the oldest cancel is dropped.

@@ -107,7 +107,7 @@ class TokensLink:
         self._log.info("given_up", replaced=self.replaced)
         if self._was_connected and not self._told_all:
             # Its outbox is gone, and with it what it had sent into it and the scheduler has booked.
-            sink.on_gap(self, broken_since_s=self._broken_since_s)
+            sink.on_gap(self)
 
     async def _follow(self, call: _Call, sink: EventSink) -> None:
         """One stream from Subscribe to its break."""

@@ -77,6 +77,7 @@ class RedisServer:
             redis_scripts.RELEASE: self._release,
             queue_redis.ADMIT: self._admit,
             queue_redis.SUPERSEDE: self._supersede,
+            queue_redis.STANDING: self._standing,
             redis_client.ANNOUNCE: self._announce,
         }
 
@@ -364,6 +365,10 @@ class RedisServer:
         new = self.xadd(keys[0], ["entry", args[1], "deadline_ms", str(args[2])])
         self.publish(text(args[4]))
         return new
+
+    def _standing(self, keys: list[str], args: list[Any]) -> list[int]:
+        stream = self._stream(keys[0])
+        return [int(stream is not None and _id(entry_id) in stream.entries) for entry_id in args]
 
     def _announce(self, keys: list[str], args: list[Any]) -> int:
         member, record, ttl_ms = text(args[0]), args[1], int(args[2])

@@ -39,6 +39,9 @@ class FakeQueue:
     superseded: list[tuple[Admission, QueuedRequest]] = field(default_factory=list)
     cancelled: list[RequestId] = field(default_factory=list)
     arrivals: asyncio.Queue[QueuedRequest] = field(default_factory=asyncio.Queue)
+    # Entries that are not there any more, and how often they were asked for.
+    gone: set[str] = field(default_factory=set)
+    asked: list[list[str]] = field(default_factory=list)
 
     async def admit(self, requests: Sequence[QueuedRequest]) -> list[Admission]:
         """Adds all or raises."""
@@ -59,6 +62,14 @@ class FakeQueue:
             raise self.error
         self.superseded.append((old, request))
         return Admission(entry_id=f"2-{len(self.superseded)}", deadline_ms=old.deadline_ms)
+
+    async def standing(self, entry_ids: Sequence[str]) -> list[bool]:
+        """All but those that are gone, or raises."""
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+        self.asked.append(list(entry_ids))
+        return [entry_id not in self.gone for entry_id in entry_ids]
 
     def cancel(self, request_id: RequestId) -> None:
         """Remembers."""

@@ -174,7 +174,7 @@ def test_plans_of_a_life_that_is_over_do_not_go_to_the_next() -> None:
         stream.flows.clear()
         for step in (2, 3, 4):
             bench.send(step)
-        bench.link.give_up()
+        bench.link.give_up("planted")
         bench.send(5)
         await bench.lost(1)
         bench.send(6)
