@@ -64,6 +64,15 @@ class LinearCall(ctypes.Structure):
     )
 
 
+class QuantizedCall(ctypes.Structure):
+    """quantized.cpp: QuantizedCall."""
+
+    _fields_ = _fields(
+        (_ADDRESS, "out x packed bias"),
+        (_INT, "rows columns depth out_row x_row x_is_bf16 bits"),
+    )
+
+
 class SampleCall(ctypes.Structure):
     """sample.cpp: SampleCall."""
 
@@ -83,6 +92,7 @@ class Library:
     instruction_set: str
     attention: Any
     linear: Any
+    quantized: Any
     sample: Any
     rotary_store: Any
     store_kv: Any
@@ -127,6 +137,7 @@ def load(instruction_set: str = "") -> Library:
         instruction_set=name,
         attention=_function(long.quire_attention, [ctypes.POINTER(AttentionCall)]),
         linear=_function(long.quire_linear, [ctypes.POINTER(LinearCall)]),
+        quantized=_function(long.quire_quantized, [ctypes.POINTER(QuantizedCall)]),
         sample=_function(long.quire_sample, [ctypes.POINTER(SampleCall)]),
         rotary_store=_function(short.quire_rotary_store, [ctypes.POINTER(RotaryCall)]),
         store_kv=_function(short.quire_store_kv, store),
