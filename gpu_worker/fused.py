@@ -98,20 +98,23 @@ class FusedModel:
             for index, layer in enumerate(body.layers)
         ]
         self._norm = _norm(operators, body.norm, self._offset)
-        self._head = _linear(operators, module.lm_head)
+        self._head = _linear(operators, module.lm_head, head=True)
         self._cap = float(getattr(module.config, "final_logit_softcapping", None) or 0.0)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All linear layers, the head last."""
+        return [*(getattr(layer, name) for layer in self._layers for name in LINEAR), self._head]
 
     @property
     def kinds_of_linear(self) -> list[str]:
         """What multiplies, for the log."""
-        layers = [getattr(layer, name) for layer in self._layers for name in LINEAR]
-        return sorted({linear.kind for linear in (*layers, self._head)})
+        return sorted({linear.kind for linear in self.linears})
 
     @property
     def packed_bytes(self) -> int:
         """Of linear weights that the native kernels hold beside the module's own."""
-        layers = [getattr(layer, name) for layer in self._layers for name in LINEAR]
-        packed = (getattr(linear, "packed", None) for linear in (*layers, self._head))
+        packed = (getattr(linear, "packed", None) for linear in self.linears)
         return sum(weights.nbytes for weights in packed if weights is not None)
 
     def release(self, module: Any) -> None:
@@ -268,14 +271,14 @@ def _head_norms(attention: Any) -> HeadNorms | None:
     )
 
 
-def _linear(operators: Operators, *modules: Any) -> Linear:
+def _linear(operators: Operators, *modules: Any, head: bool = False) -> Linear:
     """Layers of one input side by side."""
     if any(type(module) is not torch.nn.Linear for module in modules):
         raise NotRecognisedError("a projection is no plain linear layer")
     biases = [module.bias for module in modules]
     if any(bias is None for bias in biases) != all(bias is None for bias in biases):
         raise NotRecognisedError("some of its projections have a bias")
-    return operators.linear(modules)
+    return operators.linear(modules, head=head)
 
 
 def _is_gelu(activation: Any) -> bool:

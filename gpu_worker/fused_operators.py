@@ -1,8 +1,9 @@
 """The operators of the lean forward: native on a CPU, Triton on a CUDA device.
 
 Each set makes the operators of one model once, and those of one step once a step. Linear layers are
-packed for the native kernels; on a device torch multiplies, over weights that layers of one input
-share: the modules keep views of them, so that nothing is held twice.
+packed for the native kernels, in 8 or 4 bits where the worker is told so; on a device torch
+multiplies, over weights that layers of one input share: the modules keep views of them, so that
+nothing is held twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.attention import LayerCall, PagedContext, StepTables
+from gpu_worker.quantization import NONE, layer_bits
 
 Caches = tuple[Tensor, Tensor]
 Norm = Callable[..., Tensor]  # x, delta
@@ -36,8 +38,11 @@ class Operators(Protocol):
 
     frees_modules: bool  # whether the modules' own weights are of no more use
 
-    def linear(self, modules: Sequence[Any]) -> Linear:
-        """Layers of one input side by side: plain ones, all with a bias or none."""
+    def linear(self, modules: Sequence[Any], *, head: bool = False) -> Linear:
+        """Layers of one input side by side: plain ones, all with a bias or none.
+
+        `head` says that this one makes the logits.
+        """
 
     def norm(self, weight: Tensor, epsilon: float, *, offset: bool) -> Norm:
         """Of rows, adding a residual in place first where there is one."""
@@ -69,21 +74,29 @@ def joined(modules: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
 
 
 class NativeOperators:
-    """On the kernels of kernels.native."""
+    """On the kernels of kernels.native. `quantization` is a value of QUIRE_QUANTIZATION."""
 
     frees_modules = True
 
-    def __init__(self, *, deterministic: bool) -> None:
-        from kernels.native import linear, operators
+    def __init__(self, *, deterministic: bool, quantization: str = NONE) -> None:
+        from kernels.native import linear, operators, quantized
 
         self._operators: Any = operators
         self._choose: Any = linear.choose_linear
+        self._quantized: Any = quantized.QuantizedLinear
         self._deterministic = deterministic
+        self._quantization = quantization
 
-    def linear(self, modules: Sequence[Any]) -> Linear:
+    def linear(self, modules: Sequence[Any], *, head: bool = False) -> Linear:
         """See Operators."""
-        chosen: Linear = self._choose(*joined(modules), deterministic=self._deterministic)
-        return chosen
+        weight, bias = joined(modules)
+        made: Linear
+        if self._quantization == NONE:
+            made = self._choose(weight, bias, deterministic=self._deterministic)
+        else:
+            bits = layer_bits(self._quantization, weight.shape[1], head=head)
+            made = self._quantized(weight, bias, bits=bits)
+        return made
 
     def norm(self, weight: Tensor, epsilon: float, *, offset: bool) -> Norm:
         """See Operators."""
@@ -160,7 +173,7 @@ class TritonOperators:
         self._gate: Any = gated_activation.gated_activation
         self._rotary_store: Any = rotary_store.rotary_store
 
-    def linear(self, modules: Sequence[Any]) -> Linear:
+    def linear(self, modules: Sequence[Any], *, head: bool = False) -> Linear:
         """See Operators."""
         return SharedLinear(modules)
 

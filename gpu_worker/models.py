@@ -30,6 +30,7 @@ from gpu_worker.attention import (
     no_native,
     register,
 )
+from gpu_worker.quantization import NONE, round_weights
 from kernels.checks import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class LoadedModel:
     keeps_logits: bool  # its forward takes logits_to_keep
     calls: tuple[LayerCall, ...]  # what its attention layers asked for, by layer
     fused: "FusedModel | None" = None  # computes the forward in the module's place
+    quantization: str = NONE  # of its linear layers there
 
 
 def refusal(config: Any) -> str | None:
@@ -231,18 +233,28 @@ def weight_bytes(module: Any) -> int:
 
 
 def fuse(
-    model: LoadedModel, backend: str, *, wanted: bool, deterministic: bool, log: Any
+    model: LoadedModel,
+    backend: str,
+    *,
+    wanted: bool,
+    deterministic: bool,
+    quantization: str = NONE,
+    log: Any,
 ) -> LoadedModel:
     """With the lean forward of gpu_worker.fused, where it is wanted and knows the model.
 
-    Only that forward computes a row by arithmetic which the batch does not change: with
-    `deterministic`, raises UnsupportedModelError where the model has to do without.
+    Only that forward, on native kernels, computes a row by arithmetic which the batch does not
+    change, and only it has linear layers of 8 or 4 bits: with `deterministic` or a `quantization`,
+    raises UnsupportedModelError where the model has to do without.
     """
     missing = no_native(model.device) if model.device.type == "cpu" else None
     if missing is not None:
         log.warning("no native kernels: torch computes, many times slower", reason=missing)
+    needs = ["QUIRE_DETERMINISTIC=1"] if deterministic else []
+    if quantization != NONE:
+        needs.append(f"QUIRE_QUANTIZATION={quantization}")
     reason = None if wanted else "QUIRE_FUSED=0"
-    if backend not in ("native", "triton") or (deterministic and backend != "native"):
+    if backend not in ("native", "triton") or (needs and backend != "native"):
         reason = f"the {backend} back end computes attention"
     if reason is None:
         from gpu_worker.fused import FusedModel, NotRecognisedError
@@ -251,7 +263,7 @@ def fuse(
         try:
             began = time.monotonic()
             operators: Operators = (
-                NativeOperators(deterministic=deterministic)
+                NativeOperators(deterministic=deterministic, quantization=quantization)
                 if backend == "native"
                 else TritonOperators()
             )
@@ -262,13 +274,12 @@ def fuse(
                 linear=fused.kinds_of_linear,
                 seconds=round(time.monotonic() - began, 1),
             )
-            return replace(model, fused=fused)
+            return replace(model, fused=fused, quantization=quantization)
         except NotRecognisedError as error:
             reason = str(error)
-    if deterministic:
-        raise UnsupportedModelError(
-            f"can't serve {model.name} with QUIRE_DETERMINISTIC=1: {reason}"
-        )
+    if needs:
+        asked = " and ".join(needs)
+        raise UnsupportedModelError(f"can't serve {model.name} with {asked}: {reason}")
     log.info("the model's own modules compute it", model_type=model.name, reason=reason)
     return model
 
@@ -419,6 +430,7 @@ CHECK_CHUNKS = (0, 13, 23, 24)  # a prefill, a chunk after it, a decode
 def check_parity(model: LoadedModel, context: PagedContext, block_size: int) -> float:
     """Least cosine of paged and eager logits over CHECK_TOKENS; writes into the first blocks.
 
+    Where the lean forward has quantized layers, the module gets their weights for it, for good.
     Raises UnsupportedModelError where they are not the same function. In bf16 experts may be chosen
     differently on single tokens, so the mean decides.
     """
@@ -432,6 +444,9 @@ def check_parity(model: LoadedModel, context: PagedContext, block_size: int) -> 
         part = slice(begin, end)
         every = torch.arange(end - begin, device=model.device)
         paged.append(forward(model, context, step, tokens[part], positions[part], every))
+    if model.quantization != NONE:
+        with torch.inference_mode(mode=False):  # weights that can be freed outside of it
+            round_weights(model.module, model.quantization)
     model.module.set_attn_implementation("eager")
     try:
         whole = model.module(

@@ -239,6 +239,7 @@ def load_runner(settings: "WorkerSettings", log: Any) -> TorchRunner:
         backend.name,
         wanted=settings.fused,
         deterministic=settings.deterministic,
+        quantization=settings.quantization,
         log=log,
     )
     context, copies, info = _sized(settings, model, backend, log)

@@ -35,6 +35,7 @@ class WorkerSettings:
     attention_backend: str
     fused: bool
     deterministic: bool
+    quantization: str
     num_threads: int
     outbox_batches: int
 

@@ -19,7 +19,6 @@ _DTYPES = choice("auto", "bfloat16", "float32", aliases={"bf16": "bfloat16", "fp
 _BUDGET = "tokens, 0: by device (CPU 256, GPU 2048 or 8192)"
 _SWAP = "GiB, 0: none, -1: by memory (GPU up to 4, CPU up to 1)"
 _MESSAGE = "bytes, 0: 1 MiB, or what the context needs"
-_CONTEXT = "longest prompt and output together"
 _GBPS, _US_TOKEN = "10^9 bytes/s, 0: measured", "us, 0: measured"
 
 
@@ -79,7 +78,7 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(WORKER, "worker_id", text, "", "", "stable name; empty: host name and port"),
     _s(WORKER, "worker_address", text, "", "", "host:port to announce; empty: its own"),
     _s(WORKER, "block_size", integer(4, 128), 16, "tokens", "tokens in a KV block"),
-    _s(MODEL, "max_model_len", integer(0, _BIG), 0, "tokens, 0: the model's", _CONTEXT),
+    _s(MODEL, "max_model_len", integer(0, _BIG), 0, "tokens, 0: the model's", "prompt + output"),
     _s(WORKER, "dtype", _DTYPES, "auto", "", "weights and KV"),
     _s(WORKER, "kv_cache_gib", number(0, 4096), 0.0, "GiB, 0: by memory", "KV cache"),
     _s(WORKER, "num_gpu_blocks_override", integer(0, _BIG), 0, "blocks, 0: none", "KV cache"),
@@ -90,6 +89,7 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(WORKER, "attention_backend", _BACKENDS, "auto", "", "paged attention"),
     _s(WORKER, "fused", boolean, True, "", "lean forward of known models"),
     _s(WORKER, "deterministic", boolean, False, "", "same bits whatever the batch"),
+    _s(WORKER, "quantization", choice("none", "int8", "int4"), "none", "", "CPU: linear weights"),
     _s(WORKER, "num_threads", integer(0, 1024), 0, "threads, 0: cores / workers", "of torch"),
     _s(WORKER, "outbox_batches", integer(16, 65536), 4096, "batches", "kept per gateway"),
     # the local launcher

@@ -34,6 +34,7 @@ from benchmarks.profile.record import (
 from gpu_worker import fused_operators, settings
 from gpu_worker.app import Worker
 from gpu_worker.ports import ModelRunner, Operation, RunnerInfo, ScheduledRow, StepOutput
+from gpu_worker.quantization import NONE
 from gpu_worker.settings import WorkerSettings
 from servicekit import logs, process
 
@@ -82,15 +83,15 @@ class TimedOperators(fused_operators.NativeOperators):
     after all layers the head.
     """
 
-    def __init__(self, parts: Parts, *, deterministic: bool) -> None:
-        super().__init__(deterministic=deterministic)
+    def __init__(self, parts: Parts, *, deterministic: bool, quantization: str = NONE) -> None:
+        super().__init__(deterministic=deterministic, quantization=quantization)
         self._parts = parts
         self.linears: list[Timed] = []
 
-    def linear(self, modules: Sequence[Any]) -> Any:
+    def linear(self, modules: Sequence[Any], *, head: bool = False) -> Any:
         """See Operators."""
         part = (QKV, GATE_UP, OUT, DOWN)[len(self.linears) % 4]
-        self.linears.append(self._timed(super().linear(modules), part))
+        self.linears.append(self._timed(super().linear(modules, head=head), part))
         return self.linears[-1]
 
     def norm(self, *arguments: Any, **named: Any) -> Any:
@@ -200,8 +201,10 @@ class Profile:
         record = Record(steps=steps, weight_bytes=self._weight_bytes)
         Path(path).write_text(json.dumps(asdict(record)))
 
-    def _make(self, *, deterministic: bool) -> TimedOperators:
-        self._operators = TimedOperators(self._parts, deterministic=deterministic)
+    def _make(self, *, deterministic: bool, quantization: str = NONE) -> TimedOperators:
+        self._operators = TimedOperators(
+            self._parts, deterministic=deterministic, quantization=quantization
+        )
         return self._operators
 
     def _watch_embedding(self) -> None:

@@ -53,6 +53,16 @@ def test_swap_space_is_by_memory_unless_it_is_set() -> None:
         settings.load([], {"QUIRE_SWAP_SPACE_GIB": "-2"})
 
 
+def test_quantization_is_one_of_three() -> None:
+    assert settings.load([], {}).quantization == "none"
+    assert settings.load([], {"QUIRE_QUANTIZATION": "INT8"}).quantization == "int8"
+    assert settings.load(["--quantization", "int4"], {}).quantization == "int4"
+    with pytest.raises(
+        SettingsError, match="QUIRE_QUANTIZATION='int2': must be one of none, int8, int4"
+    ):
+        settings.load([], {"QUIRE_QUANTIZATION": "int2"})
+
+
 @pytest.mark.parametrize(("gib", "expected"), [("", 4096), ("0", 0), ("0.5", 2**19)])
 def test_the_stub_takes_its_host_blocks_from_the_same_setting(gib: str, expected: int) -> None:
     read = settings.load(["--model", "none"], {"QUIRE_SWAP_SPACE_GIB": gib})
