@@ -22,8 +22,8 @@ export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX PYTHON_IMAGE TORCH_BUILD IMAGE_F
 .PHONY: help setup model serve test test-model test-fast test-soak check lint fmt-check types imports \
 	proto-check proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz images k8s-check \
 	k8s-run k8s-run-stub bench \
-	bench-kernels bench-scheduler bench-control-plane bench-gateway bench-start bench-scheduling bench-pressure \
-	profile sim sim-soak sim-load mutants clean
+	bench-kernels bench-quantization bench-scheduler bench-control-plane bench-gateway bench-start bench-scheduling \
+	bench-pressure profile sim sim-soak sim-load mutants clean
 
 help:  ## list the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' Makefile
@@ -106,6 +106,9 @@ bench: setup  ## serving, gateway and start against their goals (30 minutes; QUI
 
 bench-kernels: setup  ## kernels against their roofline
 	@$(PY) -m benchmarks.kernels
+
+bench-quantization: setup  ## weights of 8 and 4 bits: bytes, time of a step, perplexity
+	@$(PY) -m benchmarks.quantization $(ARGS)
 
 bench-scheduler: setup  ## the scheduler core alone: time of a step, bytes of a plan
 	@$(PY) -m benchmarks.scheduler

@@ -33,7 +33,7 @@ STEPS = (
 )
 
 
-class _QuietLog:
+class QuietLog:
     """Takes what loading says."""
 
     def info(self, _message: str, **_values: Any) -> None:
@@ -53,7 +53,7 @@ def cases(dtype: torch.dtype, name: str, *, quick: bool) -> Iterator[Case]:
     if library.reason_unavailable() is None:
         for kind, deterministic in (("native", False), ("deterministic", True)):
             fused = models.fuse(
-                plain, "native", wanted=True, deterministic=deterministic, log=_QuietLog()
+                plain, "native", wanted=True, deterministic=deterministic, log=QuietLog()
             )
             models.fix_rotary(fused, max(length for of in STEPS for _, length in of.rows))
             kinds[kind] = (fused, "native")
@@ -66,7 +66,7 @@ def cases(dtype: torch.dtype, name: str, *, quick: bool) -> Iterator[Case]:
     }
     num_weights = sum(p.numel() for p in module.parameters())
     for of in steps:
-        calls = {kind: _call(kinds[kind][0], contexts[kind], of) for kind in kinds}
+        calls = {kind: step_call(kinds[kind][0], contexts[kind], of) for kind in kinds}
         tokens = sum(query for query, _ in of.rows)
         yield Case("step", of.name, name, 2 * num_weights, calls, flops=2 * num_weights * tokens)
 
@@ -96,7 +96,8 @@ def _module(dtype: torch.dtype, num_layers: int) -> Any:
     return module.to(dtype).eval().requires_grad_(False)
 
 
-def _call(model: Any, context: Any, of: Rows) -> Callable[[], Tensor]:
+def step_call(model: Any, context: Any, of: Rows) -> Callable[[], Tensor]:
+    """One forward of such rows; `context` has a block for each 16 of 256 tokens of each row."""
     from gpu_worker import models
     from gpu_worker.attention import StepTables
 
