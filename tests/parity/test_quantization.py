@@ -221,7 +221,7 @@ def test_bits_of_the_real_model(quantization: str) -> None:
         num_gpu_blocks_override=200,
         num_threads=NUM_THREADS,
     )
-    bits_are_their_own(runner, 5)
+    bits_are_their_own(runner, 3)
 
 
 @pytest.fixture(scope="module")
