@@ -19,8 +19,9 @@ from gateway.live import LiveRequest
 from gateway.ports import RequestQueue
 
 LOOK_S = 0.5
-# Redis reads each of the entries to tell whether it is there.
+# Redis reads each of the entries to tell whether it is there, with its prompt; one is always read.
 MAX_ASKED = 128
+MAX_ASKED_TOKENS = 1 << 18
 
 
 class Doubts:
@@ -38,6 +39,10 @@ class Doubts:
         self._gone.setdefault(live, False)
         self._news.set()
 
+    def drop(self, live: LiveRequest) -> None:
+        """It is over, as one whose admission failed is without an end."""
+        self._gone.pop(live, None)
+
     async def run(self) -> None:
         """Looks as long as there are any, until cancelled."""
         while True:
@@ -52,7 +57,7 @@ class Doubts:
         # Of what is on its way into the queue nothing can be known yet.
         queued = [live for live in self._gone if live.admission and not live.superseding]
         queued.sort(key=lambda live: not self._gone[live])
-        asked = [(live, live.admission) for live in queued[:MAX_ASKED] if live.admission]
+        asked = [(live, live.admission) for live in _first(queued) if live.admission]
         if not asked:
             return
         try:
@@ -60,13 +65,27 @@ class Doubts:
         except UnavailableError:
             return
         for (live, admission), stands in zip(asked, stand, strict=True):
-            was_gone = self._gone.pop(live)
-            if not _is_open(live) or live.admission is not admission or live.superseding:
+            was_gone = self._gone.pop(live, None)
+            if (
+                was_gone is None
+                or not _is_open(live)
+                or live.admission is not admission
+                or live.superseding
+            ):
                 continue
             if was_gone and not stands:
                 self._supersede(live)
             else:
                 self._gone[live] = not stands
+
+
+def _first(queued: list[LiveRequest]) -> list[LiveRequest]:
+    num_tokens = 0
+    for count, live in enumerate(queued[:MAX_ASKED]):
+        num_tokens += len(live.queued.prompt_token_ids)
+        if count and num_tokens > MAX_ASKED_TOKENS:
+            return queued[:count]
+    return queued[:MAX_ASKED]
 
 
 def _is_open(live: LiveRequest) -> bool:

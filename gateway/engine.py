@@ -413,6 +413,7 @@ class Engine:
         if self._live.pop(live.request_id, None) is None:
             return
         self._to_supersede.pop(live, None)
+        self._doubts.drop(live)
         call = self._calls[live.call_id]
         call.remove(live)
         if not call:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from gateway import codec
 from gateway.core.errors import QueueFullError, UnavailableError
@@ -25,6 +25,8 @@ ANNOUNCE_S = 1.0
 NOTICES_PER_READ = 256
 RETRY_S = 0.5
 _FAILURES = (RedisError, OSError, TimeoutError)
+# What a command is refused by for want of a right, in a script as well.
+_NO_RIGHT = ("NOPERM", "ACL failure", "no permissions")
 
 # KEYS requests, backlog. ARGV most requests, most tokens, tokens of these, wake channel, then each
 # request's entry and life in ms. Answers {1, then each one's entry id and deadline} or {0, bound
@@ -99,6 +101,7 @@ class RedisQueue:
         self._cancels: deque[RequestId] = deque(maxlen=MAX_PENDING_CANCELS)
         self._cancel_news = asyncio.Event()
         self._available = False
+        self._told_of_rights = False
         self._log = logs.get_logger("gateway.queue")
 
     @property
@@ -155,9 +158,19 @@ class RedisQueue:
         return Admission(entry_id=entry_id.decode(), deadline_ms=old.deadline_ms)
 
     async def standing(self, entry_ids: Sequence[str]) -> list[bool]:
-        """Whether each of these entries is still there. Raises UnavailableError."""
+        """Whether each of these entries is still there. Raises UnavailableError.
+
+        Where Redis lets this user not ask, none: better computed twice than waited for in vain.
+        """
         try:
             found = await self._standing(keys=[self._requests], args=list(entry_ids))
+        except ResponseError as error:
+            if not any(words in str(error) for words in _NO_RIGHT):
+                raise _away() from error
+            if not self._told_of_rights:
+                self._told_of_rights = True
+                self._log.error("Redis user may not read the queue: +xrange", reason=str(error))
+            return [False] * len(entry_ids)
         except _FAILURES as error:
             raise _away() from error
         return [count > 0 for count in found]

@@ -9,7 +9,8 @@ one has a higher epoch. A worker that lies says just the same, so its word is wo
   a Hello between, when the lease has been asked meanwhile;
 - claims end a term MAX_ENDED times in ENDED_PERIOD_NS at most, in one process, unless all workers
   that there are refuse: then nothing runs that could lose by it;
-- epochs are milliseconds of Redis' clock: a claim beyond MAX_EPOCHS_AHEAD is never believed.
+- epochs are milliseconds of Redis' clock when they begin, so a later term's can be as far above
+  this one's as this one has lasted: a claim beyond that and MAX_EPOCHS_AHEAD is never believed.
 """
 
 from collections import deque
@@ -36,16 +37,18 @@ class RefusedError(LinkError):
 
 
 class Refusals:
-    """Those of one worker in a row."""
+    """Those of one worker in a row, of a term of that epoch."""
 
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
+    def __init__(self, epoch: int, term_began_ns: int) -> None:
+        self.epoch = epoch
+        self._term_began_ns = term_began_ns
         self._num_refusals = 0
         self._highest_epoch = 0
 
-    def refused(self, highest_epoch: int) -> LinkError:
+    def refused(self, highest_epoch: int, now_ns: int) -> LinkError:
         """It knows of this epoch, it says. Returns what its session ends by."""
-        if not self._epoch < highest_epoch <= self._epoch + MAX_EPOCHS_AHEAD:
+        lasted_ms = (now_ns - self._term_began_ns) // 1_000_000
+        if not self.epoch < highest_epoch <= self.epoch + lasted_ms + MAX_EPOCHS_AHEAD:
             return ProtocolError("it refuses in favour of no term that can have been")
         self._num_refusals += 1
         self._highest_epoch = highest_epoch

@@ -85,7 +85,7 @@ class WorkerLink:
         self,
         record: WorkerRecord,
         *,
-        epoch: int,
+        refusals: Refusals,
         grace_ns: int,
         clock: Clock,
         sink: EventSink,
@@ -96,7 +96,7 @@ class WorkerLink:
         self.worker_id = record.worker_id
         self._record: WorkerRecord | None = record
         self._address = record.address
-        self._epoch = epoch
+        self._epoch = refusals.epoch
         self._grace_ns = grace_ns
         self._clock = clock
         self._sink = sink
@@ -104,7 +104,7 @@ class WorkerLink:
         self._check_digest = check_digest
         self._dial = dial
         self._log = get_logger("scheduler.worker").bind(worker=record.worker_id)
-        self._refusals = Refusals(epoch)
+        self._refusals = refusals
         self._life: WorkerLife | None = None
         self._ending: str | None = None
         self._session: asyncio.Task[None] | None = None
@@ -283,7 +283,7 @@ class WorkerLink:
     async def _read_hello(self, call: Call) -> Hello:
         message = await _read(call)
         if isinstance(message, Refused):
-            raise self._refusals.refused(message.highest_epoch)
+            raise self._refusals.refused(message.highest_epoch, self._clock.now_ns())
         if not isinstance(message, Hello):
             raise ProtocolError("the first message is no Hello")
         self._refusals.accepted()
@@ -462,7 +462,7 @@ class WorkerLink:
             case Draining():
                 await self._drains(life, now_ns)
             case Refused():
-                raise self._refusals.refused(message.highest_epoch)
+                raise self._refusals.refused(message.highest_epoch, now_ns)
             case Hello() | StepReport():
                 raise ProtocolError(f"{type(message).__name__} out of place")
 

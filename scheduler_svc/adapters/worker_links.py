@@ -41,6 +41,7 @@ class WorkerLinks:
         self._epoch = access.epoch
         self._grace_ns = round(grace_s * 1e9)
         self._clock = clock
+        self._began_ns = clock.now_ns()
         self._sink = sink
         self._observer = observer
         self._health = access.health
@@ -115,7 +116,7 @@ class WorkerLinks:
     def _add(self, record: WorkerRecord, group: asyncio.TaskGroup) -> None:
         link = WorkerLink(
             record,
-            epoch=self._epoch,
+            refusals=refusals.Refusals(self._epoch, self._began_ns),
             grace_ns=self._grace_ns,
             clock=self._clock,
             sink=self._sink,

@@ -203,6 +203,8 @@ class Admission:
             or (
                 (not self._is_static or self.most(worker) > 0)
                 and not (worker.swap.swapped and self.is_barred(worker, request))
+                # Here, so that the answer of no room falls when the trial has ended.
+                and not (worker.on_trial is not None and suspects.is_trying(worker))
             )
         ]
 

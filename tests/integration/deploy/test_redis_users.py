@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 import redis
+import redis.asyncio
+from structlog.testing import capture_logs
 
 from benchmarks.stack import Process, Stack
 from benchmarks.workload import Job
 from deploy.local import valkey
+from gateway.adapters.queue_redis import RedisQueue
 from servicekit import redis_keys
 from tests.e2e.models import VOCAB_SIZE, write_stub_model
 from tests.e2e.stack import assert_exact, await_workers, bodies, start_streams, until
@@ -164,3 +167,18 @@ def test_no_role_may_do_more(stack: UsersStack) -> None:
         pytest.raises(redis.exceptions.AuthenticationError),
     ):
         stranger.ping()
+
+
+async def test_a_gateway_that_may_not_look_takes_entries_for_gone(stack: UsersStack) -> None:
+    """Its user is of an earlier version: what may be lost is computed anew, and that is told."""
+    stack.eye().execute_command("ACL", "SETUSER", "gateway", "-xrange")
+    client = redis.asyncio.Redis.from_url(stack.url("gateway"))
+    queue = RedisQueue(
+        redis=client, blocking=client, model=stack.model_name, gateway_id="g", reply_to=b"g",
+        max_requests=1, max_tokens=1,
+    )  # fmt: skip
+    with capture_logs() as lines:
+        assert await queue.standing(["1-1", "1-2"]) == [False, False]
+        assert await queue.standing(["1-1"]) == [False]
+    assert [line["log_level"] for line in lines] == ["error"]
+    await client.aclose()

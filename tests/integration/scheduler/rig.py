@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from scheduler_svc.adapters.clock import MonotonicClock
+from scheduler_svc.adapters.refusals import Refusals
 from scheduler_svc.adapters.worker_link import WorkerLink
 from scheduler_svc.core import SchedulerCore
 from scheduler_svc.core.config import CoreConfig
@@ -67,7 +68,7 @@ class Rig:
         self.core.feed(BecameLeader(now_ns=CLOCK.now_ns(), epoch=epoch))
         self.link = WorkerLink(
             self.record(worker),
-            epoch=epoch,
+            refusals=Refusals(epoch, CLOCK.now_ns()),
             grace_ns=round(grace_s * 1e9),
             clock=CLOCK,
             sink=self,

@@ -1,13 +1,14 @@
 """Of what may have gone with a worker only that is asked for again which the queue has lost too."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from gateway import doubts
 from gateway.core.errors import UnavailableError
-from gateway.core.types import FinishReason
-from tests.unit.gateway.fakes import FakeLink, make_bench, running
+from gateway.core.types import Admission, FinishReason, QueuedRequest
+from tests.unit.gateway.fakes import FakeLink, FakeQueue, make_bench, running
 from tests.unit.gateway.test_engine import eventually
 
 
@@ -100,3 +101,46 @@ async def test_so_many_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) ->
         await eventually(lambda: bench.queue.superseded)
         assert bench.queue.asked[:3] == [["1-1", "1-2"], ["1-3", "1-4"], ["1-5", "1-1"]]
         assert "1-5" in bench.queue.asked[3]
+
+
+async def test_long_prompts_are_asked_for_by_fewer_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Redis reads each entry as a whole, and does nothing else meanwhile; one is always read."""
+    monkeypatch.setattr(doubts, "MAX_ASKED_TOKENS", 5)
+    bench = make_bench()
+    async with running(bench):
+        for text in ("abc", "de", "f", "longer than all"):
+            await bench.submit(text)
+        assert [len(r.prompt_token_ids) for r in bench.queue.admitted] == [3, 2, 1, 15]
+        bench.engine.on_gap(bench.link)
+        await eventually(lambda: len(bench.queue.asked) > 2)
+        assert bench.queue.asked[:3] == [["1-1", "1-2"], ["1-3"], ["1-4"]]
+
+
+class SlowQueue(FakeQueue):
+    """Refuses after a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def admit(self, requests: Sequence[QueuedRequest]) -> list[Admission]:
+        self.reached.set()
+        await self.answers.wait()
+        raise UnavailableError("away")
+
+
+async def test_one_whose_admission_fails_is_in_doubt_no_more() -> None:
+    """It has no end then, and never will."""
+    queue = SlowQueue()
+    bench = make_bench(queue=queue)
+    async with running(bench):
+        admission = asyncio.ensure_future(bench.submit())
+        await queue.reached.wait()
+        bench.engine.on_gap(bench.link)
+        assert len(bench.engine._doubts._gone) == 1
+        queue.answers.set()
+        with pytest.raises(UnavailableError):
+            await admission
+        assert not bench.engine._doubts._gone

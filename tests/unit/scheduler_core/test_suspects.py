@@ -174,6 +174,23 @@ def test_each_worker_tries_one() -> None:
     ward.assert_good_end(requests("a", "b", "c"))
 
 
+def test_what_found_no_room_during_a_trial_is_looked_at_after_it() -> None:
+    """The suspect's worker has had room all the time, and no block of it has changed."""
+    ward = Ward(1, "w", enable_prefix_caching=False)
+    ward.c.arrive_together(*requests("a"))
+    ward.lose()
+    ward.lose()
+    ward.c.join("full", num_blocks=8)
+    ward.step("full")
+    filler, large = (make_request(name, prompt=24, max_tokens=2) for name in "fl")
+    ward.c.arrive_together(filler, large)
+    assert admitted(ward.c.last.plans) == ["f"]
+    ward.step("w")
+    assert admitted(ward.c.last.plans) == ["l"]
+    ward.run()
+    ward.assert_good_end([*requests("a"), filler, large])
+
+
 def test_nothing_new_is_admitted_beside_a_suspect() -> None:
     """It would be lost with the worker a first time, and could as well be what kills it."""
     ward = twice_lost("a")

@@ -19,24 +19,36 @@ EPOCH = 1000
 
 
 def test_a_claim_counts_once_it_has_been_made_often_enough_in_a_row() -> None:
-    refusals = Refusals(EPOCH)
+    refusals = Refusals(EPOCH, 0)
     for _ in range(2):
         for _ in range(MIN_REFUSALS - 1):
-            assert isinstance(refusals.refused(EPOCH + 1), RefusedError)
+            assert isinstance(refusals.refused(EPOCH + 1, 0), RefusedError)
             assert refusals.claimed_epoch == 0
         refusals.accepted()
     for number in range(MIN_REFUSALS):
-        refusals.refused(EPOCH + 1 + number)
+        refusals.refused(EPOCH + 1 + number, 0)
     assert refusals.claimed_epoch == EPOCH + MIN_REFUSALS
 
 
 @pytest.mark.parametrize("claim", [0, EPOCH - 1, EPOCH, EPOCH + MAX_EPOCHS_AHEAD + 1, 2**52])
 def test_a_term_that_cannot_have_been_is_no_claim(claim: int) -> None:
     """Or one lie would take the counter to its end."""
-    refusals = Refusals(EPOCH)
+    refusals = Refusals(EPOCH, 0)
     for _ in range(2 * MIN_REFUSALS):
-        assert isinstance(refusals.refused(claim), ProtocolError)
+        assert isinstance(refusals.refused(claim, 0), ProtocolError)
     assert refusals.claimed_epoch == 0
+
+
+def test_the_longer_a_term_has_lasted_the_later_the_next_may_have_begun() -> None:
+    """An epoch is when its term began: a leader of weeks that has missed its end is told so."""
+    three_weeks_ms = 21 * 86_400_000
+    refusals = Refusals(EPOCH, 5)
+    now_ns = 5 + three_weeks_ms * 1_000_000
+    for _ in range(MIN_REFUSALS):
+        assert isinstance(refusals.refused(EPOCH + three_weeks_ms, now_ns), RefusedError)
+    assert refusals.claimed_epoch == EPOCH + three_weeks_ms
+    too_late = EPOCH + three_weeks_ms + MAX_EPOCHS_AHEAD + 1
+    assert isinstance(refusals.refused(too_late, now_ns), ProtocolError)
 
 
 def ended(*claimed: int, credit: Credit, now_ns: int = 0) -> int:

@@ -9,6 +9,7 @@ from quire.v1 import worker_pb2
 
 from scheduler_svc import codec
 from scheduler_svc.adapters import loss_rules, worker_link
+from scheduler_svc.adapters.refusals import Refusals
 from scheduler_svc.adapters.worker_link import WorkerLink
 from scheduler_svc.core.events import Event, WorkerJoined, WorkerLost
 from scheduler_svc.ports import WorkerRecord
@@ -89,7 +90,7 @@ class Bench:
         self.events: list[Event] = []
         self.link = WorkerLink(
             self.record(1),
-            epoch=1,
+            refusals=Refusals(1, 0),
             grace_ns=30 * S,
             clock=loop,
             sink=self,
