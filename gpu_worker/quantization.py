@@ -8,10 +8,13 @@ of perplexity; so have layers whose inputs are no whole groups.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernels.quantization import BITS, GROUP, quantize
 
 NONE = "none"
+# Weights that are rounded at once: on the way they stand in fp32 several times.
+ROUNDED_AT_ONCE = 1 << 22
 
 
 def layer_bits(quantization: str, num_inputs: int, *, head: bool) -> int:
@@ -29,5 +32,15 @@ def round_weights(module: Any, quantization: str) -> None:
     for part in module.modules():
         if type(part) is torch.nn.Linear:
             bits = layer_bits(quantization, part.in_features, head=part is module.lm_head)
-            rounded = quantize(part.weight, bits).dequantized().to(part.weight.dtype)
-            part.weight = torch.nn.Parameter(rounded, requires_grad=False)
+            part.weight = torch.nn.Parameter(_rounded(part.weight, bits), requires_grad=False)
+
+
+def _rounded(weight: Tensor, bits: int) -> Tensor:
+    """Fresh weights, piece by piece: each row has scales of its own."""
+    rows = max(1, ROUNDED_AT_ONCE // weight.shape[1])
+    rounded = torch.empty_like(weight, requires_grad=False)
+    for piece, into in zip(
+        torch.split(weight.detach(), rows), torch.split(rounded, rows), strict=True
+    ):
+        into.copy_(quantize(piece, bits).dequantized())
+    return rounded
