@@ -2,7 +2,8 @@
 
 Serving (benchmarks.serving), the gateway alone (benchmarks.gateway), and a second start with the
 worker's memory (benchmarks.start), one after the other; each prints its tables and writes JSON to
-benchmarks/results. At the end stands every goal, as it is and multiplied by the floor of the day.
+benchmarks/results. At the end stands every goal, as it is and multiplied by the floor of the day,
+and below them each part that wrote no figures.
 """
 
 import argparse
@@ -46,22 +47,28 @@ def verdicts(document: dict[str, Any]) -> list[Verdict]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs all, also behind one that failed; the largest status."""
+    """Runs all, also behind one that failed; the largest status, not 0 if figures are missing."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="at most ten minutes; rough")
     options = parser.parse_args(argv)
     RESULTS.mkdir(parents=True, exist_ok=True)
     found: list[Verdict] = []
+    without: list[str] = []
     status = 0
     for command, written in parts(time.strftime("%Y%m%d-%H%M%S"), quick=options.quick):
         before = set(RESULTS.glob(written.name))
         ended = subprocess.run([sys.executable, "-m", *command], check=False)
         status = max(status, abs(ended.returncode))
-        for path in sorted(set(RESULTS.glob(written.name)) - before):
+        paths = sorted(set(RESULTS.glob(written.name)) - before)
+        for path in paths:
             found += verdicts(json.loads(path.read_text()))
+        if not paths:
+            without.append(f"{command[0]} wrote no figures: it ended with {ended.returncode}")
     sys.stdout.write("\nEvery goal, multiplied by today's floor:\n\n")
     sys.stdout.write(report.goal_table(found) + "\n")
-    return status
+    for line in without:
+        sys.stdout.write(f"\n{line}\n")
+    return status or len(without)
 
 
 if __name__ == "__main__":

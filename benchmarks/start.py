@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
@@ -23,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks import measure, report, target
 from benchmarks.goals import Goal, Verdict
@@ -35,6 +36,7 @@ from deploy.local.ports import FreePorts
 SERVE = ("python3", "-m", "deploy.local.setup", "--then", "deploy.local.launcher")
 LAUNCH = (sys.executable, "-m", "deploy.local.launcher")
 READY_S, END_S = 300.0, 60.0
+LAST_LINES, LAST_BYTES = 20, 1 << 16
 CLIENTS, REQUESTS = 32, 48
 SHAPE = Shape(output=(32, 64))
 MIB = 2**20
@@ -167,7 +169,11 @@ def resident_bytes(smaps: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def serving(command: Sequence[str]) -> Iterator[Serving]:
-    """Quire on free ports, until the end of the context. Raises StackError if it isn't ready."""
+    """Quire on free ports, until the end of the context.
+
+    Raises StackError, with the last that was written to stderr, if it isn't ready within READY_S or
+    does not end within END_S; then it is killed.
+    """
     free = FreePorts()
     port = free.take()
     environ = {**os.environ, "PORT": str(port), "GRPC_PORT": str(free.take())}
@@ -180,30 +186,62 @@ def serving(command: Sequence[str]) -> Iterator[Serving]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            text=True,
             preexec_fn=procs.death_with_parent(),  # noqa: PLW1509  # no threads
         )
+        has_ended = True
         try:
-            lines = _until_ready(process, began_s)
-            yield Serving(lines, began, port)
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-            process.communicate(timeout=END_S)
+            try:
+                lines = _until_ready(process, began_s)
+                yield Serving(lines, began, port)
+            finally:
+                has_ended = _end(process)
+        except StackError as error:
+            raise StackError(f"{error}{_last_lines(errors)}") from error
+        if not has_ended:
+            raise StackError(f"it did not end within {END_S:g} s{_last_lines(errors)}")
 
 
-def _until_ready(process: "subprocess.Popen[str]", began_s: float) -> dict[str, float]:
+def _until_ready(process: "subprocess.Popen[bytes]", began_s: float) -> dict[str, float]:
     """What it says, each line with its seconds from the start."""
-    assert process.stdout is not None
     lines: dict[str, float] = {}
-    for line in process.stdout:
-        at_s = time.monotonic() - began_s
-        lines.setdefault(line.strip(), at_s)
+    for line in _lines(process, began_s + READY_S):
+        lines.setdefault(line.strip(), time.monotonic() - began_s)
         if line.startswith("ready after"):
             return lines
-        if at_s > READY_S:
-            break
     raise StackError("not ready:\n" + "\n".join(list(lines)[-10:]))
+
+
+def _lines(process: "subprocess.Popen[bytes]", until_s: float) -> Iterator[str]:
+    """What it says until its end, or until a moment of the clock however silent it is."""
+    assert process.stdout is not None
+    pipe, begun = process.stdout.fileno(), b""
+    while (left_s := until_s - time.monotonic()) > 0 and select.select([pipe], [], [], left_s)[0]:
+        said = os.read(pipe, 1 << 16)
+        if not said:
+            return
+        *whole, begun = (begun + said).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> bool:
+    """Asks it to end, and kills it if it doesn't: then False."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.communicate(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return False
+    return True
+
+
+def _last_lines(errors: IO[bytes]) -> str:
+    """The end of what it wrote to stderr, on lines of their own; nothing if there is nothing."""
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - LAST_BYTES))
+    lines = errors.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+    return "".join(f"\n{line}" for line in lines)
 
 
 def load(port: int) -> None:
@@ -274,7 +312,7 @@ def main(argv: Sequence[str]) -> int:
                 if number == options.starts and not options.no_load:
                     load(running.port)
                     held = running.held()
-    except (StackError, OSError) as error:
+    except (StackError, OSError, subprocess.SubprocessError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(tables(starts, held) + "\n")

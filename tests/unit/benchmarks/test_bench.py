@@ -50,3 +50,26 @@ def test_a_quick_run_is_quick_in_each_part(ran: list[list[str]]) -> None:
     assert ran[0][3:] == ["--quick"]
     assert ran[1][-2:] == ["--seconds", "5"]
     assert ran[2][-2:] == ["--starts", "1"]
+
+
+def test_a_part_without_figures_is_named_below_the_goals(
+    ran: list[list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = subprocess.run
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        if command[2] != "benchmarks.gateway":
+            return writes(command, **options)
+        ran.append(command)
+        return subprocess.CompletedProcess(command, -9)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert bench.main([]) == 9
+    *_, table, last = capsys.readouterr().out.strip().split("\n\n")
+    assert THROUGHPUT.meaning in table
+    assert last == "benchmarks.gateway wrote no figures: it ended with -9"
+
+
+def test_all_figures_need_no_word(ran: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main([])
+    assert "no figures" not in capsys.readouterr().out

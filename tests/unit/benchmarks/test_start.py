@@ -2,13 +2,16 @@
 
 import json
 import os
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from benchmarks import start
+from benchmarks.stack import StackError
 from benchmarks.start import Held, Serving, Start
+from deploy.local import procs
 
 SMAPS = """\
 7f0000000000-7f0040000000 rw-p 00000000 00:00 0
@@ -89,3 +92,53 @@ def test_stages_are_taken_from_what_the_services_log(folder: Path) -> None:
         "launcher says ready": (9.75, pytest.approx(9.55)),
     }
     assert set(found.cpu_s) == {"gateway", "worker-0"}
+
+
+def python(program: str) -> tuple[str, ...]:
+    return sys.executable, "-c", program
+
+
+def test_a_start_that_fails_says_what_went_to_stderr() -> None:
+    program = "import sys; print('begins'); sys.exit('early\\n' * 40 + 'no such model')"
+    with pytest.raises(StackError) as failed, start.serving(python(program)):
+        pass
+    lines = str(failed.value).splitlines()
+    assert lines[:2] == ["not ready:", "begins"]
+    assert lines[2:] == ["early"] * (start.LAST_LINES - 1) + ["no such model"]
+
+
+def test_a_start_that_hangs_silently_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that does not listen to being asked."""
+    monkeypatch.setattr(start, "READY_S", 1.5)
+    monkeypatch.setattr(start, "END_S", 0.2)
+    program = (
+        "import os, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        "print(os.getpid(), 'hangs', file=sys.stderr, flush=True); time.sleep(300)"
+    )
+    with pytest.raises(StackError, match="hangs") as failed, start.serving(python(program)):
+        pass
+    pid = int(str(failed.value).splitlines()[-1].split()[0])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_one_that_does_not_end_is_killed_and_told(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(start, "END_S", 0.2)
+    program = (
+        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        f"print('logs in {folder}'); print('ready after 1 s', flush=True); time.sleep(300)"
+    )
+    told = pytest.raises(StackError, match=r"did not end within 0\.2 s")
+    with told, start.serving(python(program)):
+        pass
+
+
+def test_what_the_system_refuses_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start, "SERVE", python("print('ready after', flush=True)"))
+    monkeypatch.setattr(procs, "death_with_parent", lambda: lambda: 1 // 0)
+    assert start.main(["--starts", "1"]) == 1
+    assert "preexec_fn" in capsys.readouterr().err
