@@ -1,6 +1,7 @@
 """A gateway that is behind gives tokens together: when it is; what does not wait or get lost."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,17 @@ def test_batches_that_come_rarely_do_not_make_a_loop_busy() -> None:
     assert not any(clocks.after(0.050, 0.030) for _ in range(2 * TIMES))
 
 
-def test_a_threads_clock_goes_with_its_work() -> None:
-    for clock in (thread_clock.wanted_s(), thread_clock.wanted_s("/no/such/file")):
-        before = clock()
-        while clock() - before < 0.01:
-            sum(range(1000))
+@pytest.mark.parametrize("path", [thread_clock.SCHEDSTAT, "/no/such/file"])
+def test_a_threads_clock_goes_with_its_work_and_not_with_its_sleep(path: str) -> None:
+    """In seconds: its own time and what it waited for a core, which no sleep adds to."""
+    clock = thread_clock.wanted_s(path)
+    before, computed = clock(), time.thread_time()
+    while time.thread_time() - computed < 0.05:
+        sum(range(1000))
+    after, began = clock(), time.monotonic()
+    assert after - before >= 0.04  # the kernel brings its count up to date at a tick
+    time.sleep(0.2)
+    assert clock() - after <= time.monotonic() - began - 0.15
 
 
 def test_waiting_for_a_core_counts(tmp_path: Path) -> None:
