@@ -10,13 +10,8 @@ unit tests, takes an hour. Exit status 1: there are fewer.
 import argparse
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from queue import SimpleQueue
 
 from tests.mutants.run import (
     HISTORIES,
@@ -26,6 +21,7 @@ from tests.mutants.run import (
     Mutant,
     MutantError,
     _pytest,
+    in_copies,
     mutants,
 )
 
@@ -90,30 +86,6 @@ def look(copy: Copy, mutant: Mutant) -> Looked:
         copy.plant(mutant, reverse=True)
 
 
-def look_at_all(wanted: Sequence[Mutant], num_jobs: int) -> Iterator[Looked]:
-    """num_jobs copies side by side; a mutant is begun when one is taken from here."""
-    with tempfile.TemporaryDirectory(prefix="quire-only-by-") as temporary:
-        copies: SimpleQueue[Copy] = SimpleQueue()
-        for number in range(num_jobs):
-            folder = Path(temporary) / str(number)
-            folder.mkdir()
-            copies.put(Copy(folder))
-
-        def one(mutant: Mutant) -> Looked:
-            copy = copies.get()
-            try:
-                return look(copy, mutant)
-            finally:
-                copies.put(copy)
-
-        with ThreadPoolExecutor(num_jobs) as pool:
-            left = iter(wanted)
-            running = [pool.submit(one, mutant) for mutant in islice(left, num_jobs)]
-            while running:
-                yield running.pop(0).result()
-                running += [pool.submit(one, mutant) for mutant in islice(left, 1)]
-
-
 def main(argv: Sequence[str]) -> int:
     """Prints each as it is known, and the sum."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.only_by", description=__doc__)
@@ -126,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     except MutantError as error:
         parser.error(str(error))
     num_looked = num_found = 0
-    for looked in look_at_all(left, options.jobs):
+    for looked in in_copies(left, options.jobs, look):
         num_looked += 1
         num_found += looked.counts
         what = looked.problem or (f"also by {looked.test}" if looked.test else "by no unit test")

@@ -34,11 +34,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
@@ -57,6 +61,9 @@ _WALL_FACTOR = 10
 _HEADER = re.compile(r"^(What|Rule|Find): (.+)$")
 _HISTORY = re.compile(r"^((?:machine, depth \d+|simulator), seed \d+): ", re.MULTILINE)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+_Outcome = TypeVar("_Outcome")
 
 
 class MutantError(Exception):
@@ -253,8 +260,13 @@ def examine(copy: Copy, mutant: Mutant, *, only_by: bool) -> Found:
         copy.plant(mutant, reverse=True)
 
 
-def examine_all(wanted: Sequence[Mutant], *, num_jobs: int, only_by: bool) -> Iterator[Found]:
-    """Each as soon as it and those before it are done; num_jobs copies side by side."""
+def in_copies(
+    wanted: Sequence[Mutant], num_jobs: int, work: Callable[[Copy, Mutant], _Outcome]
+) -> Iterator[_Outcome]:
+    """In their order, each as soon as it is there; num_jobs copies side by side.
+
+    What is not begun when its reader has enough is left.
+    """
     with tempfile.TemporaryDirectory(prefix="quire-mutants-") as temporary:
         copies: SimpleQueue[Copy] = SimpleQueue()
         for number in range(num_jobs):
@@ -262,15 +274,23 @@ def examine_all(wanted: Sequence[Mutant], *, num_jobs: int, only_by: bool) -> It
             folder.mkdir()
             copies.put(Copy(folder))
 
-        def one(mutant: Mutant) -> Found:
+        def one(mutant: Mutant) -> _Outcome:
             copy = copies.get()
             try:
-                return examine(copy, mutant, only_by=only_by)
+                return work(copy, mutant)
             finally:
                 copies.put(copy)
 
         with ThreadPoolExecutor(num_jobs) as pool:
-            yield from pool.map(one, wanted)
+            left = iter(wanted)
+            # Twice as many, so that nobody waits for the first of them.
+            begun = deque(pool.submit(one, mutant) for mutant in islice(left, 2 * num_jobs))
+            try:
+                while begun:
+                    yield begun.popleft().result()
+                    begun.extend(pool.submit(one, mutant) for mutant in islice(left, 1))
+            finally:
+                pool.shutdown(cancel_futures=True)
 
 
 def line(found: Found) -> str:
@@ -315,7 +335,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     sys.stdout.write("| mutant | what | found by | s | unit tests too |\n|---|---|---|---|---|\n")
     results = []
-    for found in examine_all(wanted, num_jobs=options.jobs, only_by=options.only_by):
+    work = partial(examine, only_by=options.only_by)
+    for found in in_copies(wanted, options.jobs, work):
         results.append(found)
         sys.stdout.write(line(found))
         sys.stdout.flush()
