@@ -4,6 +4,19 @@
 runs it in a process of its own, before any stack. Shapes are those of SmolLM2-135M: 30 layers of
 width 576, 9 query and 3 KV heads of 64, 1,536 in the MLP, 49,152 tokens. Weights of all layers are
 walked over, so that they come from memory, as in a step.
+
+The ceiling of output tokens with 32 clients is what a machine would give that did nothing but
+
+- linear layers of 64 rows: with prompts as long as answers (64 to 192 tokens both) each step has a
+  token of a prompt for each of its 32 decodes,
+- the head of 32 rows, for nothing is sampled from a prompt,
+- reading 32 requests' keys and values at the day's rate of reading memory. A request has its prompt
+  and on average, step by step, a bit more than half of its answer: 197 tokens.
+
+Linear layers and the head take the shortest time of torch's plain layers, torch's packed for
+oneDNN and the native kernels. Left out are norms, rotary, sampling, attention's arithmetic and its
+queries, the scheduler, the gateway and the client, and that the batch is not full while a load
+begins and ends: nothing reaches this ceiling.
 """
 
 import argparse
@@ -12,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 NUM_LAYERS, WIDTH, KV_WIDTH, INNER, VOCABULARY = 30, 576, 192, 1536, 49_152
@@ -19,7 +33,13 @@ SHAPES = (  # (columns, depth): query, key, value, output, gate, up, down
     (WIDTH, WIDTH), (KV_WIDTH, WIDTH), (KV_WIDTH, WIDTH), (WIDTH, WIDTH),
     (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER),
 )  # fmt: skip
+JOINED = (  # as they are served: query, key and value in one, gate and up in one
+    (WIDTH + 2 * KV_WIDTH, WIDTH), (WIDTH, WIDTH), (2 * INNER, WIDTH), (WIDTH, INNER),
+)  # fmt: skip
 ROWS = (1, 8, 32)
+CLIENTS, PROMPT_TOKENS = 32, 32  # of a step of the ceiling
+CONTEXT = 197  # 128 + (128^2 + 129^2 / 12) / 256: of a uniform length, weighted by its steps
+WEIGHT = 2.0**-7  # held by bf16, as this model's weights are
 READ_BYTES, QUICK_BYTES = 512 << 20, 64 << 20
 BUDGET_S, QUICK_BUDGET_S = 2.0, 0.2
 ATTENTION, ATTENTION_SHAPE = "paged_attention", "decode 32 x 509"
@@ -37,6 +57,12 @@ class Floor:
     linear_ms: dict[str, float] = field(default_factory=dict)  # all layers, by number of rows
     head_ms: dict[str, float] = field(default_factory=dict)
     attention_gb_per_s: dict[str, float] = field(default_factory=dict)  # by back end
+    ceiling_ms: dict[str, float] = field(default_factory=dict)  # of a step, by part
+
+    @property
+    def ceiling_tok_per_s(self) -> float:
+        """Output tokens a second of 32 clients, if a step had nothing but its parts."""
+        return CLIENTS / sum(self.ceiling_ms.values()) * 1e3
 
     def step_ms(self, rows: int) -> float:
         """Linear layers and head of a step of so many rows."""
@@ -67,8 +93,8 @@ def probe(dtype: str, threads: int, *, quick: bool) -> Floor:
     source = torch.ones((QUICK_BYTES if quick else READ_BYTES) // 4)
     target = torch.empty_like(source)
     read_s, copy_s = seconds(source.sum, lambda: target.copy_(source))
-    layers = [[torch.full(shape, 0.01, dtype=of) for shape in SHAPES] for _ in range(NUM_LAYERS)]
-    head = torch.full((VOCABULARY, WIDTH), 0.01, dtype=of)
+    layers = [[torch.full(shape, WEIGHT, dtype=of) for shape in SHAPES] for _ in range(NUM_LAYERS)]
+    head = torch.full((VOCABULARY, WIDTH), WEIGHT, dtype=of)
     linear_ms, head_ms = {}, {}
     with torch.inference_mode():
         for rows in ROWS:
@@ -86,6 +112,9 @@ def probe(dtype: str, threads: int, *, quick: bool) -> Floor:
             linear_ms[str(rows)] = round(step_s * 1e3, 2)
             head_ms[str(rows)] = round(last_s * 1e3, 2)
         attention = _attention(kernel_cases, kernels, of, dtype, budget_s)
+        layers_s = _least_s(seconds, JOINED * NUM_LAYERS, CLIENTS + PROMPT_TOKENS, of)
+        last_s = _least_s(seconds, ((VOCABULARY, WIDTH),), CLIENTS, of)
+    kv_bytes = CLIENTS * CONTEXT * 2 * KV_WIDTH * of.itemsize * NUM_LAYERS
     return Floor(
         dtype=dtype,
         threads=threads,
@@ -95,7 +124,41 @@ def probe(dtype: str, threads: int, *, quick: bool) -> Floor:
         linear_ms=linear_ms,
         head_ms=head_ms,
         attention_gb_per_s=attention,
+        ceiling_ms={
+            "linear layers": round(layers_s * 1e3, 2),
+            "head": round(last_s * 1e3, 2),
+            "keys and values": round(kv_bytes / source.nbytes * read_s * 1e3, 2),
+        },
     )
+
+
+def _least_s(
+    seconds: Callable[..., tuple[float, ...]], shapes: Sequence[Any], rows: int, of: Any
+) -> float:
+    """Of all layers of these shapes one after the other, on the back end that takes least."""
+    import torch
+    from torch import nn
+
+    from kernels.native import library, linear
+
+    inputs = {depth: torch.ones((rows, depth), dtype=of) for _, depth in shapes}
+    kinds: list[Callable[[Any], Any]] = [
+        lambda weight: partial(nn.functional.linear, weight=weight)
+    ]
+    if library.reason_unavailable() is None:
+        kinds.append(linear.PackedLinear)
+    if of == torch.float32 or linear.onednn_takes_bf16():
+        kinds.append(linear.OneDnnLinear)
+    times: list[float] = []
+    for kind in kinds:  # one after the other: all weights of all kinds would be much memory
+        made = [(depth, kind(torch.full((n, depth), WEIGHT, dtype=of))) for n, depth in shapes]
+
+        def walk(layers: Any = made) -> None:
+            for depth, layer in layers:
+                layer(inputs[depth])
+
+        times.extend(seconds(walk))
+    return min(times)
 
 
 def _attention(cases: Any, kernels: Any, of: Any, dtype: str, budget_s: float) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """What a measurement runs against: a running gateway, or a model for a stack of its own."""
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -7,6 +8,14 @@ from urllib.parse import urlsplit
 
 from benchmarks.client import Client
 from benchmarks.stack import StackError, fetch
+
+
+def setting(pair: str) -> str:
+    """The type of an argument `--set QUIRE_NAME=VALUE`: the pair as it is."""
+    name, equals, _ = pair.partition("=")
+    if not equals or not name.startswith("QUIRE_"):
+        raise argparse.ArgumentTypeError(f"{pair}: must be QUIRE_NAME=VALUE")
+    return pair
 
 
 def running(base_url: str) -> tuple[Client, str]:

@@ -241,7 +241,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--streams", nargs="+", type=int, default=[1, 32], metavar="N")
     add("--seconds", type=float, default=20.0, help="window of each number of streams")
     add("--model", default="", help="folder; default: the launcher's model cache")
-    add("--set", action="append", default=[], metavar="QUIRE_X=V", help="setting for all services")
+    add("--set", action="append", type=target.setting, default=[], metavar="QUIRE_X=V",
+        help="setting for all services")  # fmt: skip
     add("--json", type=Path, help="write the figures to this file")
     return parser.parse_args(argv)
 

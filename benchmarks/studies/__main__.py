@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import report, target
 from benchmarks.stack import ROOT, StackError
 from benchmarks.studies import drawing, page
 from benchmarks.studies.catalogue import STUDIES
@@ -29,15 +29,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("studies", nargs="*", metavar="LETTER", help=f"of {' '.join(STUDIES)}; default: all")
     add("--quick", action="store_true", help="less than a minute each; figures are rough")
     add("--model", default="", help="folder; default: the launcher's model cache")
-    add("--set", action="append", default=[], metavar="QUIRE_X=V", help="setting for all services")
+    add("--set", action="append", type=target.setting, default=[], metavar="QUIRE_X=V",
+        help="setting for all services")  # fmt: skip
     add("--out", type=Path, help="default: docs/benchmarks; with --quick benchmarks/results")
     options = parser.parse_args(argv)
     for letter in options.studies:
         if letter not in STUDIES:
             parser.error(f"no study {letter!r}; there are {' '.join(STUDIES)}")
-    for pair in options.set:
-        if not pair.startswith("QUIRE_") or "=" not in pair:
-            parser.error(f"--set {pair}: must be QUIRE_NAME=VALUE")
     options.out = options.out or (RESULTS if options.quick else DOCS)
     return options
 

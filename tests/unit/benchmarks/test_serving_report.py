@@ -1,6 +1,8 @@
 """What `make bench` makes of its figures: medians out of buckets, goals scaled by the floor."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -8,8 +10,10 @@ from benchmarks import goals, report, serving
 from benchmarks.floor import Floor
 from benchmarks.goals import Goal, Verdict
 from benchmarks.measure import Load, Point
+from benchmarks.profile import __main__ as profile
 from benchmarks.stack import Metrics
 from benchmarks.steps import StepCounts, StepTimes, quantile
+from benchmarks.studies import __main__ as studies
 
 INF = float("inf")
 FLOOR = Floor(
@@ -21,6 +25,7 @@ FLOOR = Floor(
     linear_ms={"1": 30.0, "8": 40.0, "32": 70.0},
     head_ms={"1": 9.4, "8": 8.6, "32": 10.2},
     attention_gb_per_s={"torch": 0.5, "native": 9.0},
+    ceiling_ms={"linear layers": 100.0, "head": 40.0, "keys and values": 20.0},
 )
 POINT = Point(
     policy="fcfs", kind="closed", level=32, sampled=False, num_requests=64, num_failed=0,
@@ -82,6 +87,7 @@ def test_steps_are_those_of_the_load_on_all_workers() -> None:
         (goals.GAP_MANY_P99, 150.0 * 80.2 / 40.1),
         (goals.GAP, 20.0 * 39.4 / 19.7),
         (goals.ATTENTION, 7.5),
+        (goals.CEILING, 0.7),
         (goals.OUTSIDE, 4.0),
         (goals.OUTSIDE_SAMPLED, 8.0),
     ],
@@ -99,6 +105,7 @@ def test_verdicts_are_by_the_scaled_goals() -> None:
     found = goals.verdicts(FLOOR, [other, long, POINT, alone], "fcfs")
     assert {of.goal.meaning: (of.found, of.text) for of in found} == {
         goals.THROUGHPUT.meaning: (120.0, "missed"),
+        goals.CEILING.meaning: (0.6, "missed"),
         goals.THROUGHPUT_LONG.meaning: (76.0, "met"),
         goals.GAP_MANY.meaning: (50.0, "met"),
         goals.GAP_MANY_P99.meaning: (90.0, "met"),
@@ -108,6 +115,21 @@ def test_verdicts_are_by_the_scaled_goals() -> None:
         goals.OUTSIDE.meaning: (4.5, "missed"),
         goals.OUTSIDE_SAMPLED.meaning: (None, "not measured"),
     }
+
+
+def test_the_ceiling_is_a_batch_by_the_time_of_all_its_parts() -> None:
+    assert FLOOR.ceiling_tok_per_s == pytest.approx(32 / 0.160)
+
+
+@pytest.mark.parametrize("main", [serving.parse, profile.parse, studies.parse])
+@pytest.mark.parametrize("pair", ["X", "QUIRE_X", "X=1"])
+def test_a_setting_that_is_none_is_refused_by_name(
+    main: Callable[[Sequence[str]], Any], pair: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--set", "QUIRE_X=a=b"]).set == ["QUIRE_X=a=b"]
+    with pytest.raises(SystemExit):
+        main(["--set", pair])
+    assert f"{pair}: must be QUIRE_NAME=VALUE" in capsys.readouterr().err
 
 
 def test_every_table_has_a_line_for_each_thing() -> None:
