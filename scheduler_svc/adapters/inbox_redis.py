@@ -1,9 +1,11 @@
 """Reads the request stream as the group's one consumer.
 
 Rules: the own pending list is read first and after every failed read, because a reply that was
-lost on the way leaves its entries there; entries already held are passed over. New entries are
-read only while the core has room: the stream is the queue, and gateways bound it. A wake message
-starts a read at once; a poll every POLL_S covers lost messages.
+lost on the way leaves its entries there; entries already held are passed over. It is also read
+after the wake channel's connection has broken: a server that was replaced between two reads by one
+that lacks the last writes has entries in it again that had ended, and fails no read. New entries
+are read only while the core has room: the stream is the queue, and gateways bound it. A wake
+message starts a read at once; a poll every POLL_S covers lost messages.
 """
 
 import asyncio
@@ -88,6 +90,7 @@ class RequestInbox:
         self._saw_gateway = saw_gateway
         self._time = RedisTime()
         self._wake = asyncio.Event()
+        self._must_recover = True
         self.recovered = asyncio.Event()
 
     def wake(self) -> None:
@@ -96,19 +99,19 @@ class RequestInbox:
 
     async def run(self) -> None:
         """Reads until cancelled. Raises DeposedError."""
-        must_recover = True
         while True:
             try:
-                if must_recover:
+                if self._must_recover:
+                    # Before it is done: what breaks meanwhile asks for it again.
+                    self._must_recover = False
                     await self._create_group()
                     await self._read_pending()
-                    must_recover = False
                     self.recovered.set()
                 self._wake.clear()
                 if self._has_room() and await self._read_new() == MAX_READ:
                     continue
             except RedisAwayError as error:
-                must_recover = True
+                self._must_recover = True
                 if not isinstance(error, NoGroupError):
                     await asyncio.sleep(RETRY_S)
                 continue
@@ -119,14 +122,18 @@ class RequestInbox:
         task = asyncio.current_task()
         assert task is not None
         while not task.cancelling():
-            pubsub = redis.pubsub(ignore_subscribe_messages=True)
+            pubsub, subscribed = redis.pubsub(ignore_subscribe_messages=True), False
             try:
                 await pubsub.subscribe(redis_keys.wake(self._access.model))
+                subscribed = True
                 # redis-py may swallow a cancellation while it connects; the count stays.
                 while not task.cancelling():
                     if await pubsub.get_message(timeout=1.0) is not None:
                         self.wake()
             except FAILURES:
+                if subscribed:
+                    self._must_recover = True
+                    self.wake()
                 await asyncio.sleep(RETRY_S)
             finally:
                 await pubsub.aclose()  # type: ignore[no-untyped-call]

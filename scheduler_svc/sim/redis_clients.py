@@ -122,10 +122,13 @@ class _PubSub:
         self._process = process
         self._channel = ""
         self._event: asyncio.Event | None = None
+        # In which life of the server it was connected.
+        self._life = server.num_lives
 
     async def subscribe(self, channel: str) -> None:
         """Raises while the server is away."""
         await asyncio.sleep(0.0005)
+        self._life = self._server.num_lives
         self._check()
         self._channel, self._event = channel, self._server.subscribe(channel)
 
@@ -154,6 +157,8 @@ class _PubSub:
         if outage is not None:
             outage.num_hit += 1
             raise RedisConnectionError("Connection refused")
+        if self._life != self._server.num_lives:
+            raise RedisConnectionError("Connection closed by server")
 
 
 class _Pipeline:

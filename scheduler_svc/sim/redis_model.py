@@ -14,6 +14,7 @@ it has lost if its clock has gone back meanwhile, too.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -60,6 +61,8 @@ class RedisServer:
         self.random = random
         self.jumped_ms = 0
         self.trouble = Trouble()
+        # Connections of an earlier life are broken.
+        self.num_lives = 1
         # Until when keys other than strings live, if not for ever.
         self._until_ms: dict[str, int] = {}
         self._strings: dict[str, tuple[bytes, int | None]] = {}
@@ -119,6 +122,9 @@ class RedisServer:
         Returns the entries of streams that are lost by it, and how many come back that were gone.
         """
         self.trouble.reset()
+        self.num_lives += 1
+        for event in chain.from_iterable(self._channels.values()):
+            event.set()
         lost: list[list[bytes]] = []
         num_back = 0
         for key in {**self._streams, **saved.streams}:

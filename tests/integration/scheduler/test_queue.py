@@ -130,6 +130,23 @@ async def test_a_wake_message_starts_a_read(redis: Redis, server: RedisServer) -
     assert min(gaps) < 25e6, "polling alone takes 50 ms on average"
 
 
+async def test_a_broken_wake_channel_has_the_pending_list_read_again(redis: Redis) -> None:
+    """The server that has closed it may be another one now, with entries that had ended."""
+    await lead(redis)
+    queue = Queue(redis)
+    with queue.running():
+        listening = asyncio.get_running_loop().create_task(queue.inbox.listen(redis))
+        await queue.inbox.recovered.wait()
+        entry_id = await add_request(redis, queued_request())
+        await queue.saw(1)
+        queue.outbox.release([entry_id])  # as if it had ended and come back
+        await asyncio.sleep(0.3)
+        assert len(queue.arrived) == 1
+        await redis.client_kill_filter(_type="pubsub")
+        await queue.saw(2)
+        listening.cancel()
+
+
 async def test_the_pending_list_is_read_again_by_the_next_leader(any_redis: Redis) -> None:
     await lead(any_redis)
     count = 2 * MAX_READ + 5

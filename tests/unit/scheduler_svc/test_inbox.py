@@ -11,6 +11,7 @@ from scheduler_svc.adapters.inbox_redis import MAX_READ, RequestInbox
 from scheduler_svc.adapters.outbox_redis import CompletionOutbox
 from scheduler_svc.adapters.redis_access import FencedRedis, RedisHealth
 from scheduler_svc.core.events import Event, RequestArrived
+from scheduler_svc.ports import Completion
 from scheduler_svc.sim.loop import VirtualLoop
 from scheduler_svc.sim.redis_clients import RedisClient
 from scheduler_svc.sim.redis_model import RedisServer
@@ -27,16 +28,20 @@ class Leader:
         client: Any = RedisClient(server, f"leader {epoch}")
         health = RedisHealth(server.loop)
         access = FencedRedis(client, model=MODEL, epoch=epoch, health=health)
+        self.outbox = CompletionOutbox(access)
         self.read: list[str] = []
         self.inbox = RequestInbox(
             access,
             clock=server.loop,
             sink=self,
-            outbox=CompletionOutbox(access),
+            outbox=self.outbox,
             has_room=lambda: True,
             saw_gateway=lambda _: None,
         )
-        self.task = server.loop.create_task(self.inbox.run())
+        self.tasks = [
+            server.loop.create_task(work)
+            for work in (self.inbox.run(), self.inbox.listen(client), self.outbox.run())
+        ]
 
     async def put(self, event: Event) -> None:
         """EventSink."""
@@ -102,5 +107,24 @@ def test_a_new_leader_takes_over_all_that_the_old_one_had_read() -> None:
         new = Leader(server, epoch=2)
         await new.inbox.recovered.wait()
         assert new.read == entries
+
+    run(work)
+
+
+def test_what_comes_back_with_another_server_is_read_again() -> None:
+    """It lacks the last writes, took over between two reads, and no command of ours has failed."""
+
+    async def work(server: RedisServer) -> None:
+        leader = Leader(server, epoch=1)
+        await leader.inbox.recovered.wait()
+        entry_id = add(server)
+        await leader.has_read(1)
+        saved = server.saved()
+        leader.outbox.complete(Completion(entry_ids=(entry_id,)))
+        assert await leader.outbox.flush(1.0)
+        assert not server.num_entries(redis_keys.requests(MODEL))
+        server.forget(saved)
+        await leader.has_read(2)
+        assert leader.read == [entry_id] * 2, "so that it ends again and leaves the queue"
 
     run(work)
