@@ -161,6 +161,8 @@ class SchedulerCore:
             self._has_yielded = False
             for worker in self._workers.values():
                 while worker.depth.may_plan(self._now_ns, worker.in_flight):
+                    if not (worker.running or len(self._waiting) or worker.holds_or_tells):
+                        break  # as plan_step would find, at more than that costs
                     plan = planner.plan_step(
                         worker, self.config, self._now_ns, self._preempt, self._fill
                     )

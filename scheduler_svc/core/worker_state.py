@@ -131,6 +131,11 @@ class WorkerState:
         asks = bool(self.swap.transfers) and not self.in_flight
         return self._reset or bool(self._releases) or bool(self._operations) or asks
 
+    @property
+    def holds_or_tells(self) -> bool:
+        """A plan may be due though nothing runs here and nothing waits."""
+        return bool(self.swap.swapped) or self.must_tell
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens. The one size formula of the core."""
         return -(-num_tokens // self.capacity.block_size)
@@ -303,11 +308,11 @@ class WorkerState:
     def to_plan(self) -> tuple[Column, list[Request]]:
         """By rank: slots with one token left to plan, and requests with more."""
         rows, order = self.rows, self.order
-        if self.num_open > 0 and self.num_pending_prefill == 0:
+        if not self.running or (self.num_open > 0 and self.num_pending_prefill == 0):
             return order, []
         num_tokens = rows.num_tokens[order]
         num_left = rows.limit[order] - num_tokens
-        self.num_open = int(np.minimum.reduce(num_left)) if len(order) else 0
+        self.num_open = int(np.minimum.reduce(num_left))
         if self.num_open > 0 and self.num_pending_prefill == 0:
             return order, []
         is_open = num_left > 0
