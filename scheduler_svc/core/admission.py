@@ -25,7 +25,7 @@ from scheduler_svc.core.fork import Fork
 from scheduler_svc.core.lifecycle import Move
 from scheduler_svc.core.planner import Placement, StepBudget
 from scheduler_svc.core.ready import Admit, CoreStats
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Cheaper, Request
 from scheduler_svc.core.sharing import PrefixSharing
 from scheduler_svc.core.tenants import Tenant, Tenants
 from scheduler_svc.core.types import MAX_ATTEMPT, BlockHash, BlockId, WorkerId
@@ -86,6 +86,9 @@ class Admission:
         self._workers = workers
         self._overtakes = Overtakes()
         self._stranded_check_at_ns = 0
+        # Rises with each round, each plan that is taken and each request that enters or leaves a
+        # worker: as long as it stays, no worker but that whose step is planned has changed.
+        self.num_changes = 0
         # Whether stranded_since_ns may be set in a waiting request.
         self._some_stranded = False
 
@@ -166,8 +169,12 @@ class Admission:
                 request.waits.turn_to(Wait.SUSPECT, fill.now_ns, self.overtaken_ns(request))
                 return
             workers = [worker]
+        elif len(self._workers) == 1:
+            workers = [worker]
+        elif self._is_dearer_here(worker, request):
+            workers = []
         else:
-            workers = [worker] if len(self._workers) == 1 else self._open_to(request, worker)
+            workers = self._open_to(request, worker)
         placement, reason = self._find_placement(fill, request, workers)
         if reason is Wait.BLOCKS:
             fill.passed.append(request)
@@ -194,6 +201,20 @@ class Admission:
         fill.least = min(fill.least, request.tenant.counter)
         request.waits.turn_to(reason, fill.now_ns, self.overtaken_ns(request))
 
+    def _is_dearer_here(self, worker: WorkerState, request: Request) -> bool:
+        """Whether the request is known to go to another worker, so that no others are looked at.
+
+        One match instead of one with each worker, in the plan of each worker that has room. What
+        the others would say has been seen since the last change, and of equals this one has it.
+        """
+        cheaper = request.cheaper
+        if cheaper is None or cheaper.num_changes != self.num_changes or request.sample_group:
+            return False
+        if cheaper.session == worker.session or request.held_for in worker.coming:
+            return False
+        num_cached = len(self._sharing.match(request, worker).blocks) * worker.capacity.block_size
+        return planner.load(worker, len(request.token_ids) - num_cached) > cheaper.cost
+
     def _open_to(self, request: Request, planning: WorkerState) -> list[WorkerState]:
         """Workers that could take the request: that whose step is planned, and others."""
         return [
@@ -214,8 +235,11 @@ class Admission:
         """Where the request would go, and what it waits for otherwise.
 
         A match costs as much as the prompt is long, so an answer stands until something has changed
-        that it depends on: blocks have been freed, or blocks of prompts have been filled.
+        that it depends on: blocks have been freed, or blocks of prompts have been filled. Without
+        workers it goes to another one.
         """
+        if not workers:
+            return None, Wait.TURN
         config = self._config
         if request.sample_group:
             found = fork.find(request, workers, config)
@@ -234,10 +258,15 @@ class Admission:
         placement = planner.find_placement(
             request, workers, config, self._sharing.match, fill.worker
         )
+        request.cheaper = None
         if placement is None:
             request.had_no_room_at = _changes(workers)
             return None, Wait.BLOCKS
         request.had_no_room_at = None
+        if placement.worker is not fill.worker:
+            request.cheaper = Cheaper(
+                num_changes=self.num_changes, session=placement.worker.session, cost=placement.cost
+            )
         return placement, Wait.TURN
 
     def _emptiest_but(self, worker: WorkerState) -> WorkerState | None:
@@ -272,6 +301,7 @@ class Admission:
 
     def _take(self, fill: _Fill, request: Request, placement: Placement) -> None:
         """Admits the request into the step."""
+        self.num_changes += 1
         if self._is_fair:
             self._tenants.raise_floor(min(fill.least, request.tenant.counter))
             if self._waiting.num_lanes > 1:

@@ -153,6 +153,7 @@ class SchedulerCore:
 
     def take_ready(self) -> Ready:
         """Plans every worker that has room for a plan, and hands out all that is to be done."""
+        self._admission.num_changes += 1
         self._hand_over_from_draining()
         if self._spent:
             self._end_spent()
@@ -169,6 +170,7 @@ class SchedulerCore:
                     if plan is None:
                         break
                     steps.append(plan)
+                    self._admission.num_changes += 1
             # A worker that was looked at before may take what another one has just given up.
             if not self._has_yielded:
                 break
@@ -457,6 +459,7 @@ class SchedulerCore:
     def _yield(self, worker: WorkerState, request: Request, preempted: bool) -> None:
         """Takes a request off its worker; it begins anew, at the place of its rank."""
         self._has_yielded = True
+        self._admission.num_changes += 1
         worker.take_off(request)
         request.set_back(self._now_ns, preempted=preempted)
         request.forget_work()

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from scheduler_svc.core import planner
+from scheduler_svc.core.sharing import PrefixSharing
 from tests.builders import GATEWAY, make_core, make_request
 from tests.cluster import Cluster
 
 NUM_WORKERS = 16
+BUSY, OTHER = "w10", "w13"
+PREFIX = 160
 
 
 def idle_cluster(**config: Any) -> Cluster:
@@ -21,6 +24,15 @@ def idle_cluster(**config: Any) -> Cluster:
         name = f"w{number}"
         size = {"num_slots": 4, "num_blocks": 256, "max_num_batched_tokens": 256}
         c.begin(name, gateways=(GATEWAY, name), **size)
+    return c
+
+
+def with_a_busy_worker() -> Cluster:
+    """One that holds the prefix of family 1, with a step in flight."""
+    c = idle_cluster()
+    c.arrive(make_request("first", gateway_id=BUSY, prompt=PREFIX, family=1, max_tokens=400))
+    c.steps(2, BUSY)
+    assert c.workers[c.last.plans[0].worker_id].worker_id == BUSY
     return c
 
 
@@ -64,3 +76,37 @@ def test_an_idle_worker_is_planned_for_as_soon_as_it_has_to_be_told_something() 
     assert plan.releases
     c.join("later")
     assert [plan.reset for plan in c.last.plans] == [True]
+
+
+def test_one_that_belongs_on_a_busy_worker_is_matched_with_all_others_once() -> None:
+    """Not in the plan of each idle worker; and it gets to where its prefix is."""
+    c = with_a_busy_worker()
+    comes = make_request("comes", prompt=PREFIX, family=1, max_tokens=4)
+    assert calls_of(PrefixSharing.match, lambda: c.arrive(comes)) <= 2 * NUM_WORKERS
+    assert not c.last.plans
+    c.step(BUSY)
+    ((admit,),) = [plan.admits for plan in c.last.plans]
+    assert admit.request_id == comes.request_id
+    assert admit.num_cached_tokens > PREFIX // 2
+
+
+def test_what_was_seen_holds_until_something_changes() -> None:
+    """The busy worker is lost: the request goes to another one in the same round."""
+    c = with_a_busy_worker()
+    comes = make_request("comes", prompt=PREFIX, family=1, max_tokens=4)
+    c.arrive(comes)
+    assert not c.last.plans
+    c.lose(BUSY)
+    admitted = {admit.request_id for plan in c.last.plans for admit in plan.admits}
+    assert comes.request_id in admitted
+
+
+def test_of_equals_the_one_that_is_planned_has_it() -> None:
+    """What is cached on the one saves as much as the request beside it costs on the other."""
+    c = with_a_busy_worker()
+    c.arrive(make_request("had", gateway_id=OTHER, prompt=PREFIX - 16, family=1, max_tokens=1))
+    c.steps(2, OTHER)
+    c.arrive(make_request("comes", prompt=PREFIX + 1, family=1, max_tokens=4))
+    ((plan, admit),) = [(plan, admit) for plan in c.last.plans for admit in plan.admits]
+    assert plan.worker_id == OTHER
+    assert admit.num_computed_tokens == PREFIX - 16
