@@ -98,7 +98,8 @@ class Library:
     store_kv: Any
     rms_norm: Any
     gate: Any
-    bf16_kind: int  # of packed weights for bf16 inputs, see linear.cpp
+    bf16_kind: int  # of packed weights held in bf16, see linear.cpp
+    takes_pairs: bool  # of bf16 weights with bf16 inputs
 
 
 def flags_of_this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -144,6 +145,7 @@ def load(instruction_set: str = "") -> Library:
         rms_norm=_function(short.quire_rms_norm, norm, None),
         gate=_function(short.quire_gate, [_ADDRESS] * 2 + [_INT] * 6, None),
         bf16_kind=int(_function(short.quire_bf16_kind, [])()),
+        takes_pairs=bool(_function(short.quire_takes_pairs, [])()),
     )
 
 

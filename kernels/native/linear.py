@@ -11,7 +11,8 @@ from kernels.checks import check_linear, check_native
 from kernels.native import library, memory
 
 LANES = 16
-FP32, BF16, BF16_PAIRS = 0, 1, 2  # kinds of packed weights, as linear.cpp numbers them
+# Kinds of packed weights, as linear.cpp numbers them.
+FP32, BF16, BF16_PAIRS, BF16_HALVES = 0, 1, 2, 3
 
 TIMED_ROWS = (1, 32)  # a single request, and a full batch
 TIMED_CALLS = 5
@@ -29,7 +30,10 @@ def fits_bf16(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor, kind: int) -> Tensor:
-    """weight [N, K] as panels of 16 columns, zeros after the last: [panels, K, 16] or as pairs."""
+    """weight [N, K] as panels of 16 columns, zeros after the last: [panels, K, 16] or as pairs.
+
+    As halves the columns of a panel stand in the order 0, 8, 1, 9, .., 15.
+    """
     columns, depth = weight.shape
     missing = -columns % LANES
     if missing:
@@ -37,6 +41,8 @@ def pack(weight: Tensor, kind: int) -> Tensor:
     panels = weight.to(torch.float32 if kind == FP32 else torch.bfloat16)
     steps = (depth // 2, 2) if kind == BF16_PAIRS else (depth,)
     panels = panels.view(-1, LANES, *steps).transpose(1, 2)
+    if kind == BF16_HALVES:
+        panels = panels.unflatten(2, (2, LANES // 2)).transpose(2, 3).flatten(2)
     return memory.zeros(tuple(panels.shape), panels.dtype).copy_(panels)
 
 
@@ -61,9 +67,10 @@ class PackedLinear:
         self.columns, self.depth = weight.shape
         self._inputs = torch.Size((self.depth,))
         if weight.dtype == torch.float32:
-            kind = BF16 if fits_bf16(weight) else FP32
+            kind = loaded.bf16_kind if fits_bf16(weight) else FP32
         else:
-            kind = loaded.bf16_kind if self.depth % 2 == 0 else BF16
+            pairs = loaded.takes_pairs and self.depth % 2 == 0
+            kind = BF16_PAIRS if pairs else loaded.bf16_kind
         self.packed = pack(weight, kind)
         self._bias = None if bias is None else bias.float().contiguous()
         self._function = loaded.linear

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.native import library
 from kernels.native import linear as module
 from kernels.native.linear import (
     BF16,
+    BF16_HALVES,
     FP32,
     OneDnnLinear,
     PackedLinear,
@@ -103,6 +105,26 @@ def test_panels_hold_the_columns_and_zeros_behind_them() -> None:
     assert torch.equal(packed[1, :, 0], weight[16])
     assert not packed[1, :, 1:].any()
     assert pack(weight, BF16).dtype == torch.bfloat16
+
+
+def test_halves_stand_two_columns_to_a_number_of_a_register() -> None:
+    weight = torch.arange(51.0).view(17, 3)
+    order = [column for pair in zip(range(8), range(8, 16), strict=True) for column in pair]
+    assert torch.equal(pack(weight, BF16_HALVES), pack(weight, BF16)[:, :, order])
+
+
+@pytest.mark.parametrize("kind", [BF16, BF16_HALVES])
+def test_a_kind_that_this_build_does_not_have_is_refused(kind: int) -> None:
+    """Each build has one of the two orders of columns, and does not take the other for it."""
+    weight, x, out = torch.ones(16, 4), torch.ones(1, 4), torch.zeros(1, 16)
+    packed = pack(weight, kind)
+    loaded = library.load()
+    call = library.LinearCall(
+        out=out.data_ptr(), x=x.data_ptr(), packed=packed.data_ptr(), rows=1, columns=16, depth=4,
+        out_row=16, x_row=4, packed_kind=kind,
+    )  # fmt: skip
+    assert bool(loaded.linear(call)) == (kind != loaded.bf16_kind)
+    assert out.eq(4.0 if kind == loaded.bf16_kind else 0.0).all()
 
 
 def test_a_row_with_nan_leaves_the_others_alone() -> None:
