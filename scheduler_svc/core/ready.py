@@ -280,3 +280,11 @@ class CoreView:
     backlog_tokens: int
     workers: tuple[WorkerView, ...]
     num_swapped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """What a CoreView holds of one worker, and how many wait for any."""
+
+    num_waiting: int
+    worker: WorkerView

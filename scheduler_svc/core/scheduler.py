@@ -41,6 +41,7 @@ from scheduler_svc.core.ready import (
     Explanation,
     Finish,
     GivenUp,
+    Glance,
     Ready,
     StepPlan,
     joined,
@@ -191,6 +192,10 @@ class SchedulerCore:
         return explain.core_view(
             self._epoch, len(self._requests), self._num_total_tokens, self._workers.values()
         )
+
+    def glance(self, worker_id: WorkerId) -> Glance:
+        """As `view`, of one worker."""
+        return explain.glance(len(self._requests), self._workers.values(), self._workers[worker_id])
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         """Where a request stands and where its time went; None if it is not known any more."""

@@ -4,9 +4,9 @@ Shipped: the core, fed and asked as the driver does. Modelled: all else; see loa
 results take half a round trip each; the way of tokens to clients costs nothing. A request's length
 is known to nobody before its last token, as with an EOS: it asks for twice as many tokens.
 
-The core is checked once in CHECK_EVERY rounds, and with `fair` its bound at ends of requests (see
-fairness). It is given arrivals while fewer than MAX_WAITING
-have not been admitted once; the others wait outside, as in the queue.
+The core is checked once in CHECK_EVERY rounds, with the insides of one worker after the other, and
+whole at the end; with `fair` its bound at ends of requests (see fairness). It is given arrivals
+while fewer than MAX_WAITING have not been admitted once; the others wait outside, as in the queue.
 """
 
 import argparse
@@ -106,6 +106,7 @@ class Load:
         self._phases: dict[int, tuple[Phase, float]] = {}
         self._blocks_used: dict[WorkerId, int] = {}
         self._num_rounds = 0
+        self._to_check: deque[WorkerId] = deque()  # whose insides are checked next
         self._wake_at_s: float | None = None
         self._now_s = 0.0
 
@@ -154,6 +155,7 @@ class Load:
             gateway_ids=frozenset((GATEWAY,)),
         )
         self._workers[joined.worker_id] = LoadWorker(joined, of.cost, self._num_outputs)
+        self._to_check.append(joined.worker_id)
         self._feed(joined)
 
     # Arrivals
@@ -216,7 +218,8 @@ class Load:
         self._fed.clear()
         self._num_rounds += 1
         if self._num_rounds % CHECK_EVERY == 0:
-            check_all(self._core)
+            self._to_check.rotate(-1)
+            check_all(self._core, self._to_check[-1])
         self._act(ready)
         if self._outside:
             self._let_in()
@@ -293,10 +296,10 @@ class Load:
     def _write_step(self, worker: LoadWorker, stepped: Stepped) -> None:
         log = self.log
         if log.wants_step():
-            view = self._core.view()
-            mine = next(w for w in view.workers if w.worker_id == worker.worker_id)
-            self._blocks_used[worker.worker_id] = mine.num_blocks_used
-            num_waiting, num_swapped = view.num_waiting + len(self._outside), mine.num_swapped
+            seen = self._core.glance(worker.worker_id)
+            self._blocks_used[worker.worker_id] = seen.worker.num_blocks_used
+            num_waiting = seen.num_waiting + len(self._outside)
+            num_swapped = seen.worker.num_swapped
         else:
             num_waiting = num_swapped = 0
         log.step(

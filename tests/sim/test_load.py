@@ -1,16 +1,25 @@
 """Loads: every request gets its tokens, whatever the cluster; the same figures for a seed."""
 
+import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType, FrameType
 
 import pytest
 
 from scheduler_svc.core import CoreConfig, Ready, SchedulerCore
+from scheduler_svc.core.blocks import BlockPool
+from scheduler_svc.core.events import BecameLeader
+from scheduler_svc.core.invariants import check_all
 from scheduler_svc.core.tenants import Tenant
-from scheduler_svc.sim import fairness, report
+from scheduler_svc.core.types import WorkerId
+from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.sim import fairness, load, report
 from scheduler_svc.sim.arrivals import ArrivalError, Source, Traffic, generate, open_source
 from scheduler_svc.sim.load import Cluster, repeated, run_load
 from scheduler_svc.sim.runlog import Phase, RunLog
+from tests.builders import make_request, make_worker
 
 pytestmark = pytest.mark.slow
 SMALL = Cluster(num_workers=2, num_slots=16, num_blocks=400, max_model_len=4096)
@@ -113,6 +122,57 @@ def test_the_bound_of_fair_is_held_on_the_way(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Tenant, "charge", too_much)
     with pytest.raises(AssertionError, match="tenant-0 has had"):
         run_load(cluster, chat(rate_per_s=400.0))
+
+
+def test_the_figures_of_one_worker_do_not_cost_a_look_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step's figures look at its own worker; a check looks into one worker, in turn."""
+    calls: Counter[CodeType] = Counter()
+    checked: list[WorkerId | None] = []
+
+    def tally(frame: FrameType, what: str, arg: object) -> None:
+        if what == "call":
+            calls[frame.f_code] += 1
+
+    def check(core: SchedulerCore, worker_id: WorkerId | None = None) -> None:
+        checked.append(worker_id)
+        check_all(core, worker_id)
+
+    monkeypatch.setattr(load, "CHECK_EVERY", 10)
+    monkeypatch.setattr(load, "check_all", check)
+    cluster = replace(SMALL, num_workers=8)
+    sys.setprofile(tally)
+    try:
+        log = run_load(cluster, chat(20))
+    finally:
+        sys.setprofile(None)
+    assert calls[SchedulerCore.view.__code__] == 0
+    assert calls[WorkerState.view.__code__] == log.num_steps > 100
+    num_rounds = calls[SchedulerCore.take_ready.__code__]
+    assert calls[BlockPool.check.__code__] == num_rounds // 10 + 8
+    assert [*map(str, checked[:9])] == [f"worker-{i % 8}" for i in range(9)]
+    assert checked[-1] is None
+
+
+def test_a_glance_says_what_the_view_says() -> None:
+    """Of one worker, and of all that wait."""
+    core = SchedulerCore(CoreConfig(max_inflight_steps=4))
+    core.feed(BecameLeader(now_ns=0, epoch=1))
+    for name in ("w0", "w1"):
+        core.feed(make_worker(name, num_slots=2))
+    core.take_ready()
+    for number in range(9):
+        core.feed(make_request(f"r{number}"))
+        if number == 0:
+            core.take_ready()
+    for num_waiting in (8, 6):
+        view = core.view()
+        assert view.num_waiting == num_waiting
+        for worker in view.workers:
+            seen = core.glance(worker.worker_id)
+            assert (seen.num_waiting, seen.worker) == (num_waiting, worker)
+        core.take_ready()
 
 
 def test_a_file_begins_anew_at_its_end() -> None:
