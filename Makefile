@@ -23,7 +23,7 @@ export PORT GRPC_PORT WORKERS MODEL TORCH_INDEX PYTHON_IMAGE TORCH_BUILD IMAGE_F
 	proto-check proto-lint proto-breaking proto-fresh proto proto-baseline fmt clients fuzz images k8s-check \
 	k8s-run k8s-run-stub bench \
 	bench-kernels bench-quantization bench-scheduler bench-control-plane bench-gateway bench-start bench-scheduling \
-	bench-pressure profile sim sim-soak sim-load mutants clean
+	bench-pressure bench-belief profile sim sim-soak sim-load mutants clean
 
 help:  ## list the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' Makefile
@@ -130,6 +130,9 @@ bench-scheduling: setup  ## what each scheduling decision is worth: STUDIES="a c
 
 bench-pressure: setup  ## a third of the KV memory needed: no error, no token different
 	@$(PY) -m benchmarks.pressure $(ARGS)
+
+bench-belief: setup  ## the load simulator against the real stack on five workloads (8 minutes; ARGS=--quick: 2)
+	@$(PY) -m benchmarks.simulation.belief $(ARGS)
 
 sim: setup  ## the services under a virtual clock, with faults: SEED=0, or SEEDS=0..200 JOBS=2
 	@$(PY) -m scheduler_svc.sim $(if $(SEEDS),--seeds $(SEEDS) --jobs $(or $(JOBS),1),--seed $(or $(SEED),0)) $(ARGS)

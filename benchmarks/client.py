@@ -23,7 +23,7 @@ class Answer:
     `broken` says how the transport failed, empty if it did not. finish_reasons and errors hold
     every one that came, so that a second terminal event is seen; `done` counts [DONE] lines.
     text_times_s has the arrival of each piece of text; token_ids
-    is empty unless the request asked for return_token_ids.
+    and the arrival of each, token_times_s, are empty unless the request asked for return_token_ids.
     """
 
     started_s: float
@@ -37,6 +37,7 @@ class Answer:
     done: int = 0
     usage: Mapping[str, Any] = field(default_factory=dict)
     broken: str = ""
+    token_times_s: tuple[float, ...] = ()
 
     @property
     def num_terminal(self) -> int:
@@ -236,6 +237,7 @@ class _Events:
         self._text: list[str] = []
         self._times_s: list[float] = []
         self._token_ids: list[int] = []
+        self._token_times_s: list[float] = []
         self._finish: list[str] = []
         self._errors: list[str] = []
         self._done = 0
@@ -267,7 +269,9 @@ class _Events:
             if text:
                 self._text.append(text)
                 self._times_s.append(at_s)
-            self._token_ids += choice.get("token_ids") or ()
+            token_ids = choice.get("token_ids") or ()
+            self._token_ids += token_ids
+            self._token_times_s += [at_s] * len(token_ids)
             if choice.get("finish_reason"):
                 self._finish.append(choice["finish_reason"])
         self._usage = document.get("usage") or self._usage
@@ -281,6 +285,7 @@ class _Events:
             text="".join(self._text),
             text_times_s=tuple(self._times_s),
             token_ids=tuple(self._token_ids),
+            token_times_s=tuple(self._token_times_s),
             finish_reasons=tuple(self._finish),
             errors=tuple(self._errors),
             done=self._done,

@@ -7,7 +7,7 @@ Poisson: requests arrive at random moments of a given mean rate, whatever the se
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,6 +110,13 @@ async def poisson(
     client: Client, bodies: Sequence[dict[str, Any]], rate_per_s: float, seed: str
 ) -> list[Answer]:
     """Answers in the order of the bodies, which is that of their arrival."""
+    return await open_loop(client, bodies, arrivals_s(seed, rate_per_s))
+
+
+async def open_loop(
+    client: Client, bodies: Sequence[dict[str, Any]], times_s: Iterable[float]
+) -> list[Answer]:
+    """Sends each body at its time from now on, whatever the server does; answers in their order."""
     answers: dict[int, Answer] = {}
     open_ = asyncio.Semaphore(MAX_OPEN)
     began_s = time.perf_counter()
@@ -121,7 +128,7 @@ async def poisson(
             open_.release()
 
     async with asyncio.TaskGroup() as group:
-        for i, (body, at_s) in enumerate(zip(bodies, arrivals_s(seed, rate_per_s), strict=False)):
+        for i, (body, at_s) in enumerate(zip(bodies, times_s, strict=False)):
             await asyncio.sleep(max(0.0, began_s + at_s - time.perf_counter()))
             await open_.acquire()
             group.create_task(one(i, body))

@@ -2,7 +2,8 @@
 
 Shipped: the core, fed and asked as the driver does. Modelled: all else; see load_worker. Plans and
 results take half a round trip each; the way of tokens to clients costs nothing. A request's length
-is known to nobody before its last token, as with an EOS: it asks for twice as many tokens.
+is known to nobody before its last token, as with an EOS: it asks for twice as many tokens. With
+`known_lengths` it asks for exactly what it gets.
 
 The core is checked once in CHECK_EVERY rounds, with the insides of one worker after the other, and
 whole at the end; with `fair` its bound at ends of requests (see fairness). It is given arrivals
@@ -47,6 +48,7 @@ from scheduler_svc.sim.arrivals import (
 from scheduler_svc.sim.cost import StepCost
 from scheduler_svc.sim.load_worker import VOCAB_SIZE, LoadWorker, Stepped
 from scheduler_svc.sim.runlog import Phase, RequestLog, RunLog, Span, StepLog
+from scheduler_svc.sim.scatter import Draws, Scatter
 
 MAX_WAITING = 4096
 CHECK_EVERY = 5_000
@@ -70,6 +72,8 @@ class Cluster:
     round_trip_s: float = 0.001
     cost: StepCost = costs.PRESETS["h100"]
     config: CoreConfig = field(default_factory=CoreConfig)
+    known_lengths: bool = False
+    scatter: Scatter = field(default_factory=Scatter)
 
     @property
     def limits(self) -> fairness.Limits:
@@ -154,7 +158,8 @@ class Load:
             cost=_profile(of.cost),
             gateway_ids=frozenset((GATEWAY,)),
         )
-        self._workers[joined.worker_id] = LoadWorker(joined, of.cost, self._num_outputs)
+        draws = Draws(of.scatter, name)
+        self._workers[joined.worker_id] = LoadWorker(joined, of.cost, self._num_outputs, draws)
         self._to_check.append(joined.worker_id)
         self._feed(joined)
 
@@ -196,14 +201,18 @@ class Load:
                     entry_id=str(number),
                     gateway_id=GATEWAY,
                     prompt_token_ids=prompt,
-                    sampling=SamplingSpec(
-                        max_tokens=max(1, min(2 * arrival.num_output_tokens + 16, room))
-                    ),
+                    sampling=SamplingSpec(max_tokens=self._asks_for(arrival, room)),
                     priority=arrival.priority,
                     tenant=arrival.tenant,
                     cache_salt=arrival.tenant.encode(),
                 )
             )
+
+    def _asks_for(self, arrival: Arrival, room: int) -> int:
+        """Its max_tokens, where so many tokens fit behind its prompt."""
+        if self._cluster.known_lengths:
+            return max(1, min(arrival.num_output_tokens, room))
+        return max(1, min(2 * arrival.num_output_tokens + 16, room))
 
     # Rounds of the core
 
@@ -225,11 +234,10 @@ class Load:
             self._let_in()
 
     def _act(self, ready: Ready) -> None:
-        half_s = self._cluster.round_trip_s / 2
         for plan in ready.plans:
             self._look_at(plan)
             worker = self._workers[plan.worker_id]
-            worker.take(plan, self._now_s + half_s)
+            worker.take(plan, self._now_s + worker.draws.half_trip_s(self._cluster.round_trip_s))
             if not worker.computing:
                 worker.computing = True
                 self._begin(worker, plan.step)
@@ -248,9 +256,10 @@ class Load:
         arrived_s = worker.plans[0][0]
         begin_s = max(arrived_s, worker.free_s)
         stepped = worker.compute(step, begin_s)
-        returns_s = stepped.end_s + self._cluster.round_trip_s / 2
+        half_s = worker.draws.half_trip_s(self._cluster.round_trip_s)
+        worker.last_return_s = max(worker.last_return_s, stepped.end_s + half_s)
         self._at(stepped.end_s, lambda _: self._ended(worker, step))
-        self._at(returns_s, lambda _: self._returned(worker, stepped))
+        self._at(worker.last_return_s, lambda _: self._returned(worker, stepped))
 
     def _ended(self, worker: LoadWorker, step: int) -> None:
         worker.computing = bool(worker.plans)

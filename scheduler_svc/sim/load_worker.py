@@ -1,7 +1,8 @@
 """A worker that costs time and computes nothing: columns by slot, as the core keeps them.
 
 Modelled, all of it: plans are taken as they come and not checked (the world does that). A step's
-copies of blocks are waited for. A request gives its tokens until its length is reached.
+copies of blocks are waited for. A request gives its tokens until its length is reached. Plans and
+results overtake nobody, however their ways scatter.
 """
 
 from collections import deque
@@ -15,6 +16,7 @@ from scheduler_svc.core.events import StepCompleted, WorkerJoined
 from scheduler_svc.core.ready import StepPlan
 from scheduler_svc.core.types import FinishReason, Slot, WorkerId
 from scheduler_svc.sim.cost import QUERY_TILE, StepCost
+from scheduler_svc.sim.scatter import Draws
 
 VOCAB_SIZE = 50_000
 
@@ -35,11 +37,15 @@ class Stepped:
 class LoadWorker:
     """Takes plans, and gives a step after the other. Requests are known by number."""
 
-    def __init__(self, joined: WorkerJoined, cost: StepCost, num_outputs: dict[int, int]) -> None:
+    def __init__(
+        self, joined: WorkerJoined, cost: StepCost, num_outputs: dict[int, int], draws: Draws
+    ) -> None:
         self.worker_id: WorkerId = joined.worker_id
         self.plans: deque[tuple[float, StepPlan]] = deque()
         self.free_s = 0.0
+        self.last_return_s = 0.0
         self.computing = False
+        self.draws = draws
         self._cost = cost
         self._block_bytes = joined.capacity.block_bytes
         self._num_outputs = num_outputs
@@ -55,6 +61,8 @@ class LoadWorker:
 
     def take(self, plan: StepPlan, arrives_s: float) -> None:
         """Queues a plan, each of its steps singly."""
+        if self.plans:
+            arrives_s = max(arrives_s, self.plans[-1][0])
         self.plans.append((arrives_s, plan))
         for _ in range(plan.num_steps - 1):
             self.plans.append((arrives_s, _REPEAT))
@@ -78,6 +86,7 @@ class LoadWorker:
         num_prefill = int(num_tokens.sum()) - num_decodes
         kv_tokens = int((-(-num_tokens // QUERY_TILE) * end).sum())
         seconds = self._cost.seconds(num_decodes, num_prefill, kv_tokens, copied)
+        seconds = self.draws.step_s(seconds)
         self._known[sampled] += 1
         known, requests = self._known[sampled], self._request[sampled]
         is_last = known >= self._last[sampled]

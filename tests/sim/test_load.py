@@ -19,6 +19,7 @@ from scheduler_svc.sim import fairness, load, report
 from scheduler_svc.sim.arrivals import ArrivalError, Source, Traffic, generate, open_source
 from scheduler_svc.sim.load import Cluster, repeated, run_load
 from scheduler_svc.sim.runlog import Phase, RunLog
+from scheduler_svc.sim.scatter import Scatter
 from tests.builders import make_request, make_worker
 
 pytestmark = pytest.mark.slow
@@ -59,6 +60,28 @@ def test_figures_are_the_same_each_time() -> None:
     one, other = (report.summarize(run_load(SMALL, chat())) for _ in range(2))
     one, other = (replace(of, core_cpu_s=0.0, plans_per_core_s=0.0) for of in (one, other))
     assert one == other
+
+
+def test_scatter_moves_times_and_no_tokens() -> None:
+    """Steps twice as long, and ways between 0 and 50 ms that overtake nobody."""
+    usual = run_load(SMALL, chat())
+    scatter = Scatter(steps_s=((1.0, 2.0),), round_trips_s=(0.0, 0.05, 0.1))
+    log = run_load(replace(SMALL, scatter=scatter), chat())
+    check_whole(log, chat())
+    shortest_s = min(step.duration_s for step in usual.steps if step.num_decode_rows == 1)
+    alone_s = min(step.duration_s for step in log.steps if step.num_decode_rows == 1)
+    assert alone_s == pytest.approx(2 * shortest_s, rel=0.01)
+
+
+def test_where_lengths_are_known_nothing_is_planned_behind_them() -> None:
+    """Else the core asks for a row more, where it runs ahead of the results."""
+    ahead = replace(SMALL, config=CoreConfig(max_inflight_steps=4))
+    rows = []
+    for known in (False, True):
+        log = run_load(replace(ahead, known_lengths=known), chat(30))
+        check_whole(log, chat(30))
+        rows.append(log.num_steps)
+    assert rows[1] < rows[0]
 
 
 @pytest.mark.parametrize(("mode", "phase"), [("swap", Phase.SWAPPED), ("recompute", None)])

@@ -1,0 +1,1 @@
+"""Studies in virtual time: recorded traffic, clusters that nobody here has."""
