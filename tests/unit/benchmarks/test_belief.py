@@ -78,8 +78,10 @@ def test_rows_of_a_trace_are_counted_as_the_cost_counts_them() -> None:
 def test_rows_that_have_ended_cost_nothing() -> None:
     """A stop that the planner does not know leaves rows of it in plans that are out."""
     found = belief_trace.read(record([make_request("a", prompt=4, max_tokens=9, stop_after=2)]))
-    assert sum(step.num_decode_tokens for step in found.steps) == 1
-    assert len(found.steps) > 2
+    counts = [(step.num_prefill_tokens, step.num_decode_tokens) for step in found.steps]
+    assert [of for of in counts if any(of)] == [(4, 0), (0, 1)]
+    # The last one is of a row that had ended.
+    assert counts[-1] == (0, 0)
 
 
 def test_a_trace_that_is_no_single_worker_s_is_refused() -> None:
