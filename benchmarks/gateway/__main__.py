@@ -7,32 +7,47 @@ the gateway; streamed completions over REST, read by this process. Two loads:
   of the gateway's process, all its threads, are what one core could carry; where the machine has
   too few cores for all processes, the gateway does not see as many as it could take.
 - `paced`: every stream has a token each 20 ms. The delay of a token is the time from the worker's
-  giving it to its streams to the client's reading it; all streams have theirs in the same step.
+  giving it to its streams to its coming into the client's socket; all streams have theirs in the
+  same step.
 
-The floor is the CPU of a chunk through uvicorn alone (benchmarks.gateway.floor); the goals are
-scaled by it. Everything runs on one machine, the clients too.
+Two floors: the CPU of a chunk through uvicorn alone (benchmarks.gateway.floor), by which the goals
+are scaled, and `paced` through the libraries alone (benchmarks.gateway.bare), printed as a row of
+its own. Everything runs on one machine, the clients too.
 """
 
 import argparse
-import asyncio
+import contextlib
+import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import report, target
 from benchmarks.gateway import worker
-from benchmarks.gateway.streams import Arrivals, StreamError, arrivals, open_streams, request
+from benchmarks.gateway.bare import given_in
+from benchmarks.gateway.streams import (
+    Arrivals,
+    Reader,
+    StreamError,
+    arrivals,
+    hang_up,
+    open_streams,
+    read_for,
+    request,
+)
 from benchmarks.goals import Goal, Verdict
 from benchmarks.measure import percentile
 from benchmarks.stack import Stack, StackError, cpu_seconds
 
 MODEL = "bench"
+BARE = "libraries alone"
 TEXT = " the"  # a token of many vocabularies, and in no other place of a frame
 PROMPT_TOKENS = 8
 MAX_TOKENS = 8000  # more than a window takes, less than the model's context
@@ -63,8 +78,17 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What streams had in a time (CLOCK_MONOTONIC), and the CPU seconds of the gateway in it."""
+
+    streams: Sequence[Arrivals]
+    time_ns: range
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One window of a load. Delays are of all tokens that came in it."""
+    """The windows of a load. Delays are of all tokens that came in it."""
 
     load: str
     num_streams: int
@@ -82,15 +106,23 @@ FAST = Load(name="fast", num_streams=64, step_ms=1.5)
 PACED = Load(name="paced", num_streams=64, step_ms=20.0)
 
 
-def delays_ms(
-    streams: Sequence[Arrivals], published: Mapping[bytes, Mapping[int, int]], window: range
-) -> list[float]:
-    """Of the tokens that came within `window` (nanoseconds). Raises StreamError."""
+def split(seconds: float, load: Load) -> list[float]:
+    """Equal windows of so long in all, none longer than streams of MAX_TOKENS can fill.
+
+    They do not begin all at once, and none may end within the window.
+    """
+    longest_s = 0.85 * MAX_TOKENS * load.step_ms / 1000 - WARM_UP_S
+    count = max(1, math.ceil(seconds / longest_s))
+    return [seconds / count] * count
+
+
+def delays_ms(window: Window, published: Mapping[bytes, Mapping[int, int]]) -> list[float]:
+    """Of the tokens that came within it. Raises StreamError."""
     found = []
-    for stream in streams:
+    for stream in window.streams:
         given = published.get(stream.request_id, {})
         for position, at_ns in enumerate(stream.token_ns):
-            if at_ns in window:
+            if at_ns in window.time_ns:
                 if position not in given:
                     raise StreamError(f"token {position} came, and no worker has given it")
                 found.append((at_ns - given[position]) / 1e6)
@@ -107,16 +139,18 @@ def published_by(path: Path) -> dict[bytes, dict[int, int]]:
 
 
 def reading(
-    load: Load,
-    streams: Sequence[Arrivals],
-    published: Mapping[bytes, Mapping[int, int]],
-    window: range,
-    cpu_s: float,
+    load: Load, windows: Sequence[Window], published: Mapping[bytes, Mapping[int, int]]
 ) -> Reading:
-    """Of the window (nanoseconds), in which the gateway had cpu_s. Raises StreamError."""
-    delays = delays_ms(streams, published, window)
-    num_frames = sum(at in window for stream in streams for at in stream.frame_ns)
-    seconds = len(window) / 1e9
+    """Of all windows together. Raises StreamError."""
+    delays = [delay for window in windows for delay in delays_ms(window, published)]
+    num_frames = sum(
+        at in window.time_ns
+        for window in windows
+        for stream in window.streams
+        for at in stream.frame_ns
+    )
+    seconds = sum(len(window.time_ns) for window in windows) / 1e9
+    cpu_s = sum(window.cpu_s for window in windows)
     return Reading(
         load=load.name,
         num_streams=load.num_streams,
@@ -131,28 +165,31 @@ def reading(
     )
 
 
-async def _watch(
-    stack: Stack, load: Load, seconds: float, vocab_size: int
-) -> tuple[list[list[tuple[int, bytes]]], range, float]:
-    """The streams' pieces, the window (nanoseconds) and the gateway's CPU seconds in it."""
+def _window(readers: Sequence[Reader], seconds: float, pid: int) -> Window:
+    """Of open streams, which it ends; `pid` is whose CPU time counts. Raises StreamError."""
+    try:
+        read_for(readers, WARM_UP_S)
+        began_ns, cpu_before = time.monotonic_ns(), cpu_seconds(pid)
+        if read_for(readers, seconds):
+            raise StreamError("the kernel does not say when bytes come")
+        ended_ns, cpu_after = time.monotonic_ns(), cpu_seconds(pid)
+    finally:
+        hang_up(readers)
+    return Window(
+        streams=[arrivals(reader.pieces, TEXT.encode()) for reader in readers],
+        time_ns=range(began_ns, ended_ns),
+        cpu_s=cpu_after - cpu_before,
+    )
+
+
+def _watch(stack: Stack, load: Load, seconds: float, vocab_size: int) -> Window:
     port = stack.gateway.ports["rest"]
     prompts = (
         [(number * PROMPT_TOKENS + i) % vocab_size for i in range(PROMPT_TOKENS)]
         for number in range(load.num_streams)
     )
-    requests = [request(MODEL, port, prompt, MAX_TOKENS) for prompt in prompts]
-    readers = await open_streams(port, requests)
-    try:
-        await asyncio.sleep(WARM_UP_S)
-        began_ns, cpu_before = time.monotonic_ns(), cpu_seconds(stack.gateway.pid)
-        await asyncio.sleep(seconds)
-        ended_ns, cpu_after = time.monotonic_ns(), cpu_seconds(stack.gateway.pid)
-        if any(reader.ended for reader in readers):
-            raise StreamError("a stream ended within the window: its tokens were too few")
-    finally:
-        for reader in readers:
-            reader.hang_up()
-    return [reader.pieces for reader in readers], range(began_ns, ended_ns), cpu_after - cpu_before
+    readers = open_streams(port, [request(MODEL, port, of, MAX_TOKENS) for of in prompts])
+    return _window(readers, seconds, stack.gateway.pid)
 
 
 def measure(load: Load, seconds: float, model: str) -> Reading:
@@ -177,15 +214,47 @@ def measure(load: Load, seconds: float, model: str) -> Reading:
         with Stack(
             folder, model=model, worker_module="benchmarks.gateway.worker", settings=settings
         ) as stack:
-            pieces, window, cpu_s = asyncio.run(
-                _watch(stack, load, seconds, tokenizer.get_vocab_size())
-            )
-        streams = [arrivals(of, TEXT.encode()) for of in pieces]
-        return reading(load, streams, published_by(log), window, cpu_s)
+            windows = [
+                _watch(stack, load, of_window, tokenizer.get_vocab_size())
+                for of_window in split(seconds, load)
+            ]
+        return reading(load, windows, published_by(log))
+
+
+@contextlib.contextmanager
+def _part(*argv: str) -> Iterator[tuple[int, int]]:
+    """A process of benchmarks.gateway.bare while the context lasts: its pid and its port."""
+    command = [sys.executable, "-m", "benchmarks.gateway.bare", *argv]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            told = process.stdout.readline()
+            if not told:
+                raise StackError(f"{' '.join(argv)} did not start")
+            yield process.pid, int(told)
+        finally:
+            process.kill()
+
+
+def bare(load: Load, seconds: float) -> Reading:
+    """The load through the libraries alone. Raises StackError or StreamError."""
+    count = str(load.num_streams)
+    with (
+        _part("source", count, f"{load.step_ms:g}") as (_, source),
+        _part("relay", count, f"127.0.0.1:{source}") as (pid, port),
+    ):
+        asking = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        readers = open_streams(port, [asking] * load.num_streams)
+        window = _window(readers, seconds, pid)
+    given = {
+        of.request_id: given_in(reader.pieces)
+        for of, reader in zip(window.streams, readers, strict=True)
+    }
+    return reading(dataclasses.replace(load, name=f"{load.name}, {BARE}"), [window], given)
 
 
 def chunk_us() -> float:
-    """The floor, in a process of its own. Raises StackError."""
+    """The floor of its CPU, in a process of its own. Raises StackError."""
     command = [sys.executable, "-m", "benchmarks.gateway.floor"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
@@ -245,6 +314,8 @@ def main(argv: Sequence[str]) -> int:
             if options.only in (None, load.name):
                 of = Load(name=load.name, num_streams=options.streams, step_ms=load.step_ms)
                 readings.append(measure(of, options.seconds, model))
+                if load is PACED:
+                    readings.append(bare(of, options.seconds))
     except (StackError, StreamError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -1,21 +1,28 @@
 """The clients' side: many streamed completions, their bytes and when those came.
 
-While streams run only bytes and times are kept; they are read afterwards, so that the clients take
-little of the machine. Every token has the same text, so the tokens of a stream are counted as the
-places where that text ends.
+The time of a piece is when the kernel had it in the client's socket (SO_TIMESTAMPNS), and the
+sockets are looked at each LOOK_S: a client that waits for each token would be woken for each on the
+same two cores, by the very call with which the gateway sends, and that would be measured. Where
+several pieces lie in a socket, all have the time of the last. While streams run only bytes and
+times are kept; they are read afterwards. Every token has the same text, so the tokens of a stream
+are counted as the places where that text ends.
 """
 
-import asyncio
 import bisect
 import itertools
 import json
 import re
+import socket
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 COMPLETIONS = "/v1/completions"
+LOOK_S = 0.005
+# Of Linux; the socket module does not name it. Its note is a struct timespec.
+_SO_TIMESTAMPNS = 35
+_TIMESPEC = struct.Struct("@qq")
 _ID = re.compile(rb'"id":"cmpl-([0-9a-f]{32})"')
 _FRAME = b'data: {"id"'
 
@@ -33,35 +40,45 @@ class Arrivals:
     frame_ns: Sequence[int]
 
 
-class Reader(asyncio.Protocol):
-    """One request, and the bytes of its answer with the time of each piece."""
+class Reader:
+    """One request, and the bytes of its answer with the time at which the kernel had each piece."""
 
-    def __init__(self, request: bytes) -> None:
-        self._request = request
-        self._transport: asyncio.Transport | None = None
+    def __init__(self, port: int, request: bytes) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        self._socket.sendall(request)
+        self._socket.setblocking(False)
         self.pieces: list[tuple[int, bytes]] = []
         self.began = False  # it has had a frame: headers alone come after a while as well
         self.ended = False
+        # Pieces with the time of the look: the kernel begins to stamp a while after it is asked.
+        self.num_unstamped = 0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sends the request at once."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        """Keeps the bytes and their time."""
-        self.pieces.append((time.monotonic_ns(), data))
-        self.began = self.began or _FRAME in data
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Before `hang_up` that is the stream's end."""
-        self.ended = True
+    def take(self, ahead_ns: int) -> None:
+        """Keeps what has come; the kernel's stamps are ahead_ns ahead of CLOCK_MONOTONIC."""
+        while True:
+            try:
+                data, notes, _, _ = self._socket.recvmsg(1 << 18, 64)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.ended = True
+                return
+            stamps = [_TIMESPEC.unpack(note) for _, kind, note in notes if kind == _SO_TIMESTAMPNS]
+            if stamps:
+                seconds, nanoseconds = stamps[0]
+                at_ns = seconds * 1_000_000_000 + nanoseconds - ahead_ns
+            else:
+                at_ns = time.monotonic_ns()
+                self.num_unstamped += 1
+            self.pieces.append((at_ns, data))
+            self.began = self.began or _FRAME in data
 
     def hang_up(self) -> None:
         """Leaves, as a client that has enough."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._socket.close()
 
 
 def request(model: str, port: int, prompt: Sequence[int], max_tokens: int) -> bytes:
@@ -104,18 +121,44 @@ def arrivals(pieces: Sequence[tuple[int, bytes]], text: bytes) -> Arrivals:
     )
 
 
-async def open_streams(
-    port: int, requests: Sequence[bytes], timeout_s: float = 120.0
-) -> list[Reader]:
+def read(readers: Sequence[Reader], until: Callable[[], bool]) -> None:
+    """Looks at all streams each LOOK_S until `until` is so. Raises StreamError if one has ended."""
+    while not until():
+        time.sleep(LOOK_S)
+        ahead_ns = time.clock_gettime_ns(time.CLOCK_REALTIME) - time.monotonic_ns()
+        for reader in readers:
+            reader.take(ahead_ns)
+        if any(reader.ended for reader in readers):
+            raise StreamError("a stream has ended")
+
+
+def read_for(readers: Sequence[Reader], seconds: float) -> int:
+    """See `read`; the number of pieces that the kernel has not stamped."""
+    deadline = time.monotonic() + seconds
+    before = sum(reader.num_unstamped for reader in readers)
+    read(readers, lambda: time.monotonic() >= deadline)
+    return sum(reader.num_unstamped for reader in readers) - before
+
+
+def open_streams(port: int, requests: Sequence[bytes], timeout_s: float = 120.0) -> list[Reader]:
     """All streams, each with its first frame. Raises StreamError."""
-    loop = asyncio.get_running_loop()
-    readers = []
-    for of in requests:
-        _, reader = await loop.create_connection(partial(Reader, of), "127.0.0.1", port)
-        readers.append(reader)
-    deadline = loop.time() + timeout_s
-    while not all(reader.began for reader in readers):
-        if loop.time() > deadline or any(reader.ended for reader in readers):
+    deadline = time.monotonic() + timeout_s
+    readers = [Reader(port, of) for of in requests]
+
+    def begun() -> bool:
+        if time.monotonic() > deadline:
             raise StreamError(f"streams that began: {sum(reader.began for reader in readers)}")
-        await asyncio.sleep(0.01)
+        return all(reader.began for reader in readers)
+
+    try:
+        read(readers, begun)
+    except StreamError:
+        hang_up(readers)
+        raise
     return readers
+
+
+def hang_up(readers: Sequence[Reader]) -> None:
+    """All of them."""
+    for reader in readers:
+        reader.hang_up()

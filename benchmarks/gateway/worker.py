@@ -33,7 +33,8 @@ from gpu_worker.settings import WorkerSettings
 from gpu_worker.token_hub import TokenHub
 from servicekit import logs, model_files, process
 
-_RECORD = struct.Struct("<16sIIQ")
+# A batch in the log: time and number of entries, then their ids, first positions and counts.
+_HEAD = struct.Struct("<QI")
 MAX_BATCHED_TOKENS = 8192
 
 
@@ -51,11 +52,17 @@ class Published:
 
 
 def read_log(path: Path) -> Iterator[Published]:
-    """What PACED_LOG holds; a record that is not whole yet is left out."""
-    data = path.read_bytes()
-    whole = len(data) - len(data) % _RECORD.size
-    for fields in _RECORD.iter_unpack(data[:whole]):
-        yield Published(*fields)
+    """What PACED_LOG holds; a batch that is not whole yet is left out."""
+    data, at = path.read_bytes(), 0
+    while at + _HEAD.size <= len(data):
+        at_ns, count = _HEAD.unpack_from(data, at)
+        fields = struct.Struct(f"<{'16s' * count}{2 * count}I")
+        if at + _HEAD.size + fields.size > len(data):
+            return
+        values = fields.unpack_from(data, at + _HEAD.size)
+        at += _HEAD.size + fields.size
+        for i in range(count):
+            yield Published(values[i], values[count + i], values[2 * count + i], at_ns)
 
 
 def open_log(path: str) -> BinaryIO:
@@ -75,8 +82,11 @@ class LoggingHub(TokenHub):
         at_ns = time.monotonic_ns()
         super().publish(batches)
         for _, batch in batches:
-            entries = zip(batch.request_ids, batch.first_positions, batch.num_tokens, strict=True)
-            self._file.write(b"".join(_RECORD.pack(*entry, at_ns) for entry in entries))
+            # Little work and one write: the streams send when this returns.
+            count = len(batch.request_ids)
+            columns = struct.pack(f"<{2 * count}I", *batch.first_positions, *batch.num_tokens)
+            ids = b"".join(batch.request_ids)
+            self._file.write(_HEAD.pack(at_ns, count) + ids + columns)
 
 
 class PacedRunner:

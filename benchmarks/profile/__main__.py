@@ -9,7 +9,6 @@ the model computes has its CPU time by step.
 """
 
 import argparse
-import asyncio
 import itertools
 import json
 import sys
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import report, target
-from benchmarks.gateway.streams import StreamError, open_streams, request
+from benchmarks.gateway.streams import StreamError, hang_up, open_streams, read_for, request
 from benchmarks.profile import floors
 from benchmarks.profile.floors import Rates, Sizes, Work
 from benchmarks.profile.record import PARTS, Record, Step
@@ -147,25 +146,22 @@ def _plan_waits(stack: Stack) -> tuple[float, float]:
     return metrics.total(f"{name}_sum", part="idle"), metrics.total(f"{name}_count", part="idle")
 
 
-async def _watch(stack: Stack, num_streams: int, seconds: float) -> Window:
+def _watch(stack: Stack, num_streams: int, seconds: float) -> Window:
     port = stack.gateway.ports["rest"]
     shape = Shape(prompt=(PROMPT_TOKENS, PROMPT_TOKENS), output=(1, 1))
     prompts = [job.prompt for job in jobs(f"profile-{num_streams}", num_streams, shape)]
-    readers = await open_streams(
+    readers = open_streams(
         port, [request(stack.model_name, port, prompt, MAX_TOKENS) for prompt in prompts]
     )
     try:
-        await asyncio.sleep(WARM_UP_S)
-        waits = await asyncio.to_thread(_plan_waits, stack)
+        read_for(readers, WARM_UP_S)
+        waits = _plan_waits(stack)
         cpu, began_ns = _cpu(stack), time.monotonic_ns()
-        await asyncio.sleep(seconds)
+        read_for(readers, seconds)
         cpu_after, ended_ns = _cpu(stack), time.monotonic_ns()
-        waits_after = await asyncio.to_thread(_plan_waits, stack)
-        if any(reader.ended for reader in readers):
-            raise StreamError("a stream ended within the window")
+        waits_after = _plan_waits(stack)
     finally:
-        for reader in readers:
-            reader.hang_up()
+        hang_up(readers)
     waited_s, num_steps = (after - before for after, before in zip(waits_after, waits, strict=True))
     return Window(
         ns=range(began_ns, ended_ns),
@@ -189,7 +185,7 @@ def measure(
         ) as stack:
             windows = []
             for num_streams in streams:
-                windows.append(asyncio.run(_watch(stack, num_streams, seconds)))
+                windows.append(_watch(stack, num_streams, seconds))
                 time.sleep(1.0)  # for the rows of those who have left
             events = list(stack.workers[0].events())
         loaded = next(event for event in events if event.get("event") == "loading weights")

@@ -1,13 +1,16 @@
 """The gateway's benchmark: tokens counted in the bytes, delays, steps at a pace, goals."""
 
+import asyncio
 import dataclasses
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gateway import __main__ as bench
 from benchmarks.gateway import worker
-from benchmarks.gateway.streams import Arrivals, StreamError, arrivals
+from benchmarks.gateway.streams import Arrivals, Reader, StreamError, arrivals, read
 from gpu_worker.messages import Subscribe, TokenBatch
 from gpu_worker.ports import CacheGroupSpec, RunnerInfo, SamplingSpec, ScheduledRow
 from servicekit import logs
@@ -44,15 +47,22 @@ def stream(*token_ns: int) -> Arrivals:
     return Arrivals(request_id=REQUEST_ID, token_ns=token_ns, frame_ns=token_ns[:2])
 
 
-def test_a_window_counts_the_tokens_that_came_in_it() -> None:
+def window(came: Arrivals, time_ns: range, cpu_s: float = 0.0) -> bench.Window:
+    return bench.Window(streams=[came], time_ns=time_ns, cpu_s=cpu_s)
+
+
+def test_windows_count_the_tokens_that_came_in_them() -> None:
     published = {REQUEST_ID: {0: 0, 1: 1_000_000, 2: 2_000_000, 3: 4_000_000}}
     came = stream(1_500_000, 3_000_000, 4_000_000, 9_000_000)
-    window = range(2_000_000, 6_000_000)
-    found = bench.reading(bench.PACED, [came], published, window, cpu_s=0.001)
-    assert found.seconds == pytest.approx(0.004)
-    assert found.tokens_per_s == pytest.approx(2 / 0.004)
+    windows = [
+        window(came, range(2_000_000, 6_000_000), cpu_s=0.0004),
+        window(stream(), range(7_000_000, 9_000_000), cpu_s=0.0006),
+    ]
+    found = bench.reading(bench.PACED, windows, published)
+    assert found.seconds == pytest.approx(0.006)
+    assert found.tokens_per_s == pytest.approx(2 / 0.006)
     assert found.tokens_per_cpu_s == pytest.approx(2 / 0.001)
-    assert found.cores == pytest.approx(0.25)
+    assert found.cores == pytest.approx(1 / 6)
     assert found.tokens_per_frame == pytest.approx(2.0)
     assert found.added_worst_ms == pytest.approx(2.0)
     assert found.added_p50_ms == pytest.approx(2.0)
@@ -60,7 +70,56 @@ def test_a_window_counts_the_tokens_that_came_in_it() -> None:
 
 def test_a_token_that_no_worker_gave_is_an_error() -> None:
     with pytest.raises(StreamError):
-        bench.delays_ms([stream(5)], {REQUEST_ID: {}}, range(10))
+        bench.delays_ms(window(stream(5), range(10)), {REQUEST_ID: {}})
+
+
+def test_no_window_is_longer_than_its_streams() -> None:
+    """Each has streams of its own, which end after MAX_TOKENS."""
+    assert bench.split(8.0, bench.FAST) == [8.0]
+    parts = bench.split(30.0, bench.FAST)
+    assert sum(parts) == pytest.approx(30.0)
+    assert len(set(parts)) == 1
+    streams_s = bench.MAX_TOKENS * bench.FAST.step_ms / 1000
+    assert all(bench.WARM_UP_S + part < 0.9 * streams_s for part in parts)
+    assert bench.split(30.0, bench.PACED) == [30.0]
+
+
+def test_a_reader_keeps_what_has_come_and_when_the_kernel_had_it() -> None:
+    """Not when it was looked for; the end of a stream is seen."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reader = Reader(listener.getsockname()[1], b"ask")
+        peer, _ = listener.accept()
+        assert peer.recv(10) == b"ask"
+        # The kernel does not stamp from the first moment on.
+        deadline = time.monotonic() + 10
+        while reader.num_unstamped == len(reader.pieces) and time.monotonic() < deadline:
+            before_ns = time.monotonic_ns()
+            peer.sendall(frame(TEXT))
+            sent_ns = time.monotonic_ns()
+            time.sleep(0.01)
+            ahead_ns = time.clock_gettime_ns(time.CLOCK_REALTIME) - time.monotonic_ns()
+            reader.take(ahead_ns)
+        at_ns, data = reader.pieces[-1]
+        assert (data, reader.began, reader.ended) == (frame(TEXT), True, False)
+        assert before_ns - 100_000 <= at_ns <= sent_ns + 1_000_000
+        peer.close()
+        with pytest.raises(StreamError):
+            read([reader], lambda: False)
+        assert reader.ended
+        reader.hang_up()
+
+
+@pytest.mark.slow
+async def test_the_libraries_alone_give_every_stream_a_token_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each frame tells when it was given, which is before it came."""
+    monkeypatch.setattr(bench, "WARM_UP_S", 0.2)
+    of = bench.Load(name="paced", num_streams=3, step_ms=10.0)
+    found = await asyncio.to_thread(bench.bare, of, 0.5)
+    assert found.num_streams == 3
+    assert 0 < found.tokens_per_s <= 3 * 100 + 10
+    assert found.added_p50_ms > 0
 
 
 def test_a_hub_writes_down_what_it_is_given(tmp_path: Path) -> None:
@@ -92,9 +151,12 @@ def test_a_hub_writes_down_what_it_is_given(tmp_path: Path) -> None:
     assert (first.request_id, first.first, first.count) == (REQUEST_ID, 7, 2)
     assert (second.request_id, second.first, second.count) == (bytes(16), 0, 1)
     assert first.at_ns == second.at_ns > 0
-    path.write_bytes(path.read_bytes()[:-1])
-    assert list(worker.read_log(path)) == [first]
-    assert bench.published_by(path) == {REQUEST_ID: {7: first.at_ns, 8: first.at_ns}}
+    given = {REQUEST_ID: {7: first.at_ns, 8: first.at_ns}, bytes(16): {0: first.at_ns}}
+    assert bench.published_by(path) == given
+    whole = path.read_bytes()
+    for kept in (len(whole) - 1, 3):
+        path.write_bytes(whole + whole[:kept])
+        assert list(worker.read_log(path)) == [first, second]
 
 
 def make_runner(step_s: float, times: list[float], slept: list[float]) -> worker.PacedRunner:
@@ -153,5 +215,5 @@ def test_goals_are_scaled_by_what_a_chunk_takes_today() -> None:
 
 
 def test_every_heading_has_its_cell() -> None:
-    nothing = bench.reading(bench.FAST, [], {}, range(10), cpu_s=0.0)
+    nothing = bench.reading(bench.FAST, [window(stream(), range(10))], {})
     assert len(bench.row(nothing)) == len(bench.HEADINGS)
