@@ -1,7 +1,8 @@
 """The chunks of one or several live requests, in the order in which they come."""
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from gateway.core.output import Chunk
@@ -13,29 +14,35 @@ from servicekit import logs
 FAILED = Terminal(
     reason=FinishReason.ERROR, message="The gateway failed on this request.", code="internal_error"
 )
+# Takes the index of a request and a chunk of it; False if what follows has to wait.
+Write = Callable[[int, Chunk], bool]
 _log = logs.get_logger("gateway.chunks")
 
 
 class Chunks:
-    """A context. `next` gives the index of a request and a chunk; cancelling it loses nothing.
+    """A context, and the Reader of its requests. Cancelling `next` loses nothing.
 
-    One request is read directly. Of several each has a task that reads it, with a bounded queue
-    between: a client that does not read still fills the requests' own buffers, which have bounds.
+    Nothing is read ahead: what a client does not take waits in the requests' own buffers, which
+    have bounds. Beside them a note for each request that has news, and one chunk, are kept.
     """
 
     def __init__(self, engine: Engine, lives: Sequence[LiveRequest]) -> None:
         self._engine = engine
         self._lives = lives
-        self._queue: asyncio.Queue[tuple[int, Chunk]] = asyncio.Queue(maxsize=len(lives))
-        self._tasks: list[asyncio.Task[None]] = []
+        self._index = {live: index for index, live in enumerate(lives)}
+        # In the order in which they had news that nobody has read.
+        self._ready: dict[LiveRequest, None] = {}
+        self._refused: deque[tuple[int, Chunk]] = deque(maxlen=1)
+        self._waiter: asyncio.Future[None] | None = None
+        self._write: Write | None = None
         self.num_left = len(lives)
 
     async def __aenter__(self) -> "Chunks":
-        loop = asyncio.get_running_loop()
-        if len(self._lives) > 1:
-            self._tasks = [
-                loop.create_task(self._read(i, live)) for i, live in enumerate(self._lives)
-            ]
+        for live in self._lives:
+            assert live.reader is None, "a request has one reader"
+            live.reader = self
+            if live.has_news:
+                self._ready[live] = None
         return self
 
     async def __aexit__(
@@ -44,31 +51,63 @@ class Chunks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        for live in self._lives:
+            live.reader = None
 
-    async def next(self) -> tuple[int, Chunk]:
-        """The next chunk of any request that has not ended; `num_left` counts those."""
+    @property
+    def waiting(self) -> bool:
+        """See Reader."""
+        return self._waiter is not None
+
+    async def next(self, write: Write | None = None) -> tuple[int, Chunk]:
+        """The next chunk of any request that has not ended; `num_left` counts those.
+
+        With `write` the next one for which that says False: it is called with each chunk before,
+        while this waits within the very call that brings its tokens.
+        """
         assert self.num_left, "every request has ended"
-        if self._tasks:
-            index, chunk = await self._queue.get()
-        else:
-            index, chunk = 0, await self._engine.next_chunk(self._lives[0])
+        while not self._refused:
+            if self._ready:
+                live = next(iter(self._ready))
+                del self._ready[live]
+                self._read(live, write)
+            else:
+                await self._wait(write)
+        index, chunk = self._refused.pop()
         if chunk.end is not None:
             self.num_left -= 1
         return index, chunk
 
-    async def _read(self, index: int, live: LiveRequest) -> None:
-        ended = False
-        while not ended:
-            try:
-                chunk = await self._engine.next_chunk(live)
-            except Exception:
-                # One request's error must reach the client, not hang the others.
-                _log.exception("read_failed", request_id=live.public_id)
-                self._engine.cancel(live, FAILED)
-                chunk = Chunk(text="", token_ids=(), end=FAILED)
-            ended = chunk.end is not None
-            await self._queue.put((index, chunk))
+    def on_news(self, live: LiveRequest) -> None:
+        """See Reader."""
+        if self._write is not None:
+            self._read(live, self._write)
+            if not self._refused:
+                return
+            self._write = None
+        else:
+            self._ready[live] = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self, write: Write | None) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._write = write
+        try:
+            await self._waiter
+        finally:
+            self._waiter = self._write = None
+
+    def _read(self, live: LiveRequest, write: Write | None) -> None:
+        index = self._index[live]
+        try:
+            chunk = self._engine.read(live)
+            taken = write is not None and write(index, chunk)
+        except Exception:
+            # One request's error must reach its client, and neither hang nor end the others.
+            _log.exception("read_failed", request_id=live.public_id)
+            live.reader = None
+            self._engine.cancel(live, FAILED)
+            chunk, taken = Chunk(text="", token_ids=(), end=FAILED), False
+        if not taken:
+            self._refused.append((index, chunk))

@@ -36,6 +36,7 @@ from gateway.live import (
     NO_LOGPROBS,
     OVERDUE,
     LiveRequest,
+    Waiter,
     slow_reader,
     stream_lost,
 )
@@ -153,11 +154,20 @@ class Engine:
         return lives
 
     async def next_chunk(self, live: LiveRequest) -> Chunk:
-        """The next output; the chunk with an end is the last. Ends the request at stop strings."""
-        tokens, logprobs, end = await live.take()
+        """The next output, once there is one; see `read`."""
+        if not live.has_news:
+            await Waiter().wait(live)
+        return self.read(live)
+
+    def read(self, live: LiveRequest) -> Chunk:
+        """The output not read before; the chunk with an end is the last, and the request then has
+        no reader any more. Ends the request at stop strings."""
+        tokens, logprobs, end = live.take()
         chunk = live.assembler.push(tokens, end, logprobs)
-        if chunk.end is not None and chunk.end is not end:
-            self._close(live, chunk.end)
+        if chunk.end is not None:
+            live.reader = None
+            if chunk.end is not end:
+                self._close(live, chunk.end)
         return chunk
 
     def cancel(self, live: LiveRequest, end: Terminal = CLIENT_GONE) -> None:
@@ -214,9 +224,16 @@ class Engine:
         """
         now_s, self._holding = self._clock_s(), hold
         at = num_fresh = 0
-        for i, attempt in enumerate(batch.attempts):
+        columns = zip(
+            batch.attempts,
+            batch.first_positions,
+            batch.num_tokens,
+            batch.finish_reasons,
+            batch.num_cached_tokens,
+            strict=True,
+        )
+        for i, (attempt, first, count, finish, num_cached) in enumerate(columns):
             request_id = RequestId(batch.request_ids[16 * i : 16 * i + 16])
-            count = batch.num_tokens[i]
             tokens = batch.token_ids[at : at + count]
             at += count
             live = self._live.get(request_id)
@@ -226,10 +243,9 @@ class Engine:
             if attempt < live.state.attempt:
                 continue
             live.link, live.heard_s = link, now_s
-            live.num_cached_tokens = max(live.num_cached_tokens, batch.num_cached_tokens[i])
-            first, finish = batch.first_positions[i], batch.finish_reasons[i]
+            live.num_cached_tokens = max(live.num_cached_tokens, num_cached)
             try:
-                rows = batch.logprobs.get(i)
+                rows = batch.logprobs.get(i) if batch.logprobs else None
                 num_fresh += self._feed(live, attempt, first, tokens, finish, now_s, rows)
             except Exception:
                 # One request's error must not reach the others of the batch.

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
 from gateway.core.output import OutputAssembler
 from gateway.core.stream import StreamState
@@ -36,6 +37,17 @@ NO_LOGPROBS = Terminal(
     message="The worker sent no logprobs for this request.",
     code="logprobs_missing",
 )
+
+
+class Reader(Protocol):
+    """A request's client's side; it reads what there is with `Engine.read`."""
+
+    @property
+    def waiting(self) -> bool:
+        """It would read news at once: what it has not read does not wait for the client."""
+
+    def on_news(self, live: "LiveRequest") -> None:
+        """There is something to read. Must not raise, and may read within the call."""
 
 
 class LiveRequest:
@@ -74,9 +86,8 @@ class LiveRequest:
         self.num_cached_tokens = 0
         self.superseding = False
         self._prompt_rows: LogprobRows | None = None
-        # A flag and a future: an Event's wait costs a token a microsecond more.
-        self._has_news = False
-        self._waiter: asyncio.Future[None] | None = None
+        self.has_news = False
+        self.reader: Reader | None = None
 
     @property
     def public_id(self) -> str:
@@ -128,32 +139,43 @@ class LiveRequest:
     @property
     def waiting(self) -> bool:
         """The client's side waits for news."""
-        return self._waiter is not None
+        return self.reader is not None and self.reader.waiting
 
     def wake(self) -> None:
         """There is something to read."""
-        self._has_news = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.has_news = True
+        if self.reader is not None:
+            self.reader.on_news(self)
 
-    async def take(self) -> tuple[Sequence[int], Sequence[TokenLogprob], Terminal | None]:
-        """Waits for news: tokens not taken before, their logprobs, and the end if there is one.
-
-        One caller at a time.
-        """
-        if not self._has_news:
-            assert self._waiter is None, "a request has one reader"
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+    def take(self) -> tuple[Sequence[int], Sequence[TokenLogprob], Terminal | None]:
+        """Tokens not taken before, their logprobs, and the end if there is one."""
         state = self.state
-        if state.end is None:
-            self._has_news = False
+        self.has_news = state.end is not None
         at = state.num_taken
         tokens = state.take()
         return tokens, state.logprobs[at:] if self.wants_logprobs else (), state.end
+
+
+class Waiter:
+    """A Reader that waits for news of one request, once."""
+
+    def __init__(self) -> None:
+        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting = True
+
+    def on_news(self, live: LiveRequest) -> None:
+        """Ends the wait."""
+        if not self._news.done():
+            self._news.set_result(None)
+
+    async def wait(self, live: LiveRequest) -> None:
+        """Until there is something to read. One reader at a time."""
+        assert live.reader is None, "a request has one reader"
+        live.reader = self
+        try:
+            await self._news
+        finally:
+            live.reader = None
 
 
 def usage_of(lives: Sequence[LiveRequest]) -> Usage:

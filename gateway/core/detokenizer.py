@@ -30,17 +30,27 @@ class ByteDetokenizer:
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._bytes = token_bytes
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._midway = False  # within a character
 
     def push(self, token: int) -> str:
         """The text that is certain once `token` is known."""
         if token >= len(self._bytes):
             return ""
-        return self._decode(self._bytes[token])
+        data = self._bytes[token]
+        if not self._midway:
+            # Nearly all tokens are whole characters, and the decoder costs many times this.
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(data)
+        self._midway = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """A character that was never completed, as a replacement character."""
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class WindowDetokenizer:

@@ -18,7 +18,8 @@ from gateway.core.output import Chunk
 from gateway.core.types import Usage
 from gateway.engine import Engine
 from gateway.live import LiveRequest, usage_of
-from gateway.rest import live_answer
+from gateway.rest import eager, live_answer
+from gateway.rest.auth import PLAIN_SEND
 from gateway.rest.errors import response_of, to_json
 from gateway.rest.live_answer import LiveAnswer
 from gateway.rest.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
@@ -55,14 +56,16 @@ class Answer(LiveAnswer):
 
     async def _answer(self, chunks: Chunks, scope: Scope, receive: Receive, send: Send) -> None:
         if self._stream:
-            await self._send_stream(chunks, send)
+            first = await self._first(chunks)
+            await self._begin(send)
+            await self._send_stream(chunks, first, scope[PLAIN_SEND])
         else:
             response = await self._whole(chunks)
             await response(scope, receive, send)
 
-    async def _send_stream(self, chunks: Chunks, send: Send) -> None:
-        first = await self._first(chunks)
-        await self._begin(send)
+    async def _send_stream(
+        self, chunks: Chunks, first: tuple[int, Chunk] | None, send: Send
+    ) -> None:
         async with asyncio.timeout(None) as limit:
             async with _Pulse(send, limit) as pulse:
                 await self._send_frames(chunks, first, pulse)
@@ -71,10 +74,21 @@ class Answer(LiveAnswer):
         self, chunks: Chunks, first: tuple[int, Chunk] | None, pulse: "_Pulse"
     ) -> None:
         framers: list[Framer | None] = [None] * len(self._lives)
+
+        def write(index: int, chunk: Chunk) -> bool:
+            framer = framers[index]
+            if framer is None or chunk.end is not None:
+                return False
+            frames = framer.delta(chunk)
+            return not frames or pulse.begin(frames)
+
         last = False
         while not last:
-            index, chunk = first or await chunks.next()
+            index, chunk = first or await chunks.next(write)
             first, frames = None, b""
+            if pulse.behind:
+                await pulse.catch_up()
+                continue
             error = None if chunk.end is None else error_of(chunk.end)
             last = chunks.num_left == 0 or error is not None
             ended = chunk.end is not None and error is None
@@ -92,8 +106,8 @@ class Answer(LiveAnswer):
                 frames += closing(self._head, self._usage())
             if last:
                 await pulse.finish(frames)
-            elif frames:
-                await pulse.send(frames)
+            elif frames and not pulse.begin(frames):
+                await pulse.catch_up()
 
     def _framer(self, index: int) -> Framer:
         return Framer(self._head, index, self._usage, self._writer(self._lives[index]))
@@ -156,6 +170,7 @@ class _Pulse:
         self._time = asyncio.get_running_loop().time
         self._sent_s = self._time()
         self._sending_since_s = 0.0
+        self._rest: eager.Rest | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "_Pulse":
@@ -164,11 +179,30 @@ class _Pulse:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stop()
+        if self._rest is not None:
+            self._rest.close()
 
-    async def send(self, frames: bytes) -> None:
-        """A piece of the body."""
-        self._sending_since_s = self._time()
-        await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+    @property
+    def behind(self) -> bool:
+        """The client has not taken what was begun: `catch_up` comes next."""
+        return self._rest is not None
+
+    def begin(self, frames: bytes) -> bool:
+        """Sends a piece of the body; False if the client is behind."""
+        assert self._rest is None, "one piece after the other"
+        sending = self._send({"type": "http.response.body", "body": frames, "more_body": True})
+        self._sent_s = self._time()
+        self._rest = eager.begin(sending)
+        if self._rest is None:
+            return True
+        self._sending_since_s = self._sent_s
+        return False
+
+    async def catch_up(self) -> None:
+        """Until the client has taken what was begun."""
+        assert self._rest is not None
+        await self._rest
+        self._rest = None
         self._sending_since_s = 0.0
         self._sent_s = self._time()
 
@@ -177,6 +211,10 @@ class _Pulse:
         await self._stop()
         async with asyncio.timeout(live_answer.SEND_TIMEOUT_S):
             await self._send({"type": "http.response.body", "body": frames, "more_body": False})
+
+    async def _comment(self) -> None:
+        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        self._sent_s = self._time()
 
     async def _stop(self) -> None:
         assert self._task is not None
@@ -196,7 +234,7 @@ class _Pulse:
                 if wait_s <= 0:
                     try:
                         async with asyncio.timeout(live_answer.SEND_TIMEOUT_S):
-                            await self.send(KEEP_ALIVE)
+                            await self._comment()
                     except TimeoutError:
                         break
                     continue

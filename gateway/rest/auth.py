@@ -19,6 +19,8 @@ from gateway.rest.errors import Shape, response_of
 
 Ring = Callable[[], KeyRing | None]
 MAX_ID_CHARS = 128
+# The server's own `send`: of an answer that has begun, Starlette's wrappers only pass it on.
+PLAIN_SEND = "quire.send"
 _TENANT = "quire.tenant"
 _SHAPE = "quire.shape"
 _RING = "quire.ring"
@@ -99,6 +101,7 @@ class WithKeys:
         if scope["type"] != "http":
             raise RuntimeError(f"unexpected scope {scope['type']}")
         scope[_RING] = self._ring
+        scope[PLAIN_SEND] = send
         if self._ring() is None and not _is_local(scope):
             error = RequestRejected(RejectReason.HOST, "The Host header must name this machine.")
             await response_of(error)(scope, receive, send)

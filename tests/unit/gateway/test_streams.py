@@ -355,6 +355,31 @@ async def test_a_stream_that_speaks_has_no_comments() -> None:
     assert "keep-alive" not in wire.text
 
 
+async def test_frames_leave_within_the_call_that_brings_their_tokens() -> None:
+    """No task runs in between, until the client is behind; then nothing is lost or overtaken."""
+    bench = make_bench()
+    wire = Wire(bench, {"prompt": "x", "stream": True, "max_tokens": 99})
+    request = await bench.queue.arrivals.get()
+    bench.say(request.request_id, "a")
+    await settle()
+    bench.say(request.request_id, "b", at=1)
+    bench.say(request.request_id, "c", at=2)
+    assert re.findall(r'"text":"(\w*)"', wire.text) == ["a", "b", "c"]
+    wire.gate.clear()
+    bench.say(request.request_id, "d", at=3)
+    bench.say(request.request_id, "e", at=4)
+    await settle()
+    bench.say(request.request_id, "f", at=5)
+    assert re.findall(r'"text":"(\w*)"', wire.text) == ["a", "b", "c"]
+    wire.gate.set()
+    await settle()
+    bench.say(request.request_id, "g", at=6)
+    assert re.findall(r'"text":"(\w*)"', wire.text) == ["a", "b", "c", "d", "ef", "g"]
+    bench.say(request.request_id, at=7, finish=STOP)
+    await wire.task
+    assert wire.text.endswith(DONE)
+
+
 async def test_a_client_that_does_not_read() -> None:
     """Its stream ends with a reason of its own, which stands behind what it has missed."""
     bench = make_bench(buffer_tokens=4)
