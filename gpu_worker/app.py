@@ -254,8 +254,9 @@ class Worker:
             await asyncio.sleep(_POLL_S)
 
     def _step_ended(self, outcome: StepOutcome) -> None:
-        self._sessions.add_result(outcome.result)
+        # Clients wait for the tokens; for the result a scheduler that has plans under way does not.
         self._hub.publish(outcome.batches)
+        self._sessions.add_result(outcome.result)
         self._metrics.step_ended(outcome)
         if self._hub.num_dropped_batches > self._num_dropped:
             self._metrics.batches_dropped(self._hub.num_dropped_batches - self._num_dropped)
