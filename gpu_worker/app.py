@@ -257,7 +257,8 @@ class Worker:
         # Clients wait for the tokens; for the result a scheduler that has plans under way does not.
         self._hub.publish(outcome.batches)
         self._sessions.add_result(outcome.result)
-        self._metrics.step_ended(outcome)
+        # When both have been sent: it takes as long as sending them.
+        asyncio.get_running_loop().call_soon(self._metrics.step_ended, outcome)
         if self._hub.num_dropped_batches > self._num_dropped:
             self._metrics.batches_dropped(self._hub.num_dropped_batches - self._num_dropped)
             self._num_dropped = self._hub.num_dropped_batches
