@@ -25,7 +25,7 @@ from scheduler_svc.core.fork import Fork
 from scheduler_svc.core.lifecycle import Move
 from scheduler_svc.core.planner import Placement, StepBudget
 from scheduler_svc.core.ready import Admit, CoreStats
-from scheduler_svc.core.request import Cheaper, Request
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.sharing import PrefixSharing
 from scheduler_svc.core.tenants import Tenant, Tenants
 from scheduler_svc.core.types import MAX_ATTEMPT, BlockHash, BlockId, WorkerId
@@ -57,8 +57,9 @@ class _Fill:
     late: list[Request] = field(default_factory=list)
     # The lowest counter of those that were looked at and not admitted.
     least: float = float("inf")
-    # Of the other workers with room the one that has least to do.
+    # Of the other workers with room the one that has least to do, looked for when it is asked for.
     emptiest: WorkerState | None = None
+    seeks_emptiest: bool = False
     # A suspect is tried on the worker, or waits for that.
     is_closed: bool = False
 
@@ -86,9 +87,6 @@ class Admission:
         self._workers = workers
         self._overtakes = Overtakes()
         self._stranded_check_at_ns = 0
-        # Rises with each round, each plan that is taken and each request that enters or leaves a
-        # worker: as long as it stays, no worker but that whose step is planned has changed.
-        self.num_changes = 0
         # Whether stranded_since_ns may be set in a waiting request.
         self._some_stranded = False
 
@@ -123,8 +121,7 @@ class Admission:
         if most == 0 or not self._is_open(worker, budget):
             return
         several = len(self._workers) > 1 and len(self._waiting) > 1
-        emptiest = self._emptiest_but(worker) if several else None
-        fill = _Fill(worker=worker, budget=budget, now_ns=now_ns, most=most, emptiest=emptiest)
+        fill = _Fill(worker=worker, budget=budget, now_ns=now_ns, most=most, seeks_emptiest=several)
         for request in self._waiting.in_turn(fill.left):
             if not self._goes_on(fill, request):
                 break
@@ -202,32 +199,37 @@ class Admission:
         request.waits.turn_to(reason, fill.now_ns, self.overtaken_ns(request))
 
     def _is_dearer_here(self, worker: WorkerState, request: Request) -> bool:
-        """Whether the request is known to go to another worker, so that no others are looked at.
+        """Whether the request still goes to where it would have gone at the last look.
 
-        One match instead of one with each worker, in the plan of each worker that has room. What
-        the others would say has been seen since the last change, and of equals this one has it.
+        Two matches instead of one with each worker, in the plan of each. An answer of no room can't
+        stand: it would have come after that look, and have forgotten it.
         """
-        cheaper = request.cheaper
-        if cheaper is None or cheaper.num_changes != self.num_changes or request.sample_group:
+        other = None if request.cheapest_at is None else self._workers.get(request.cheapest_at)
+        if other is None or other is worker or request.sample_group:
             return False
-        if cheaper.session == worker.session or request.held_for in worker.coming:
+        if request.held_for in worker.coming or not self._is_open_to(other, request):
             return False
-        num_cached = len(self._sharing.match(request, worker).blocks) * worker.capacity.block_size
-        return planner.load(worker, len(request.token_ids) - num_cached) > cheaper.cost
+        match, there = self._sharing.match, planner.NO_ROOM
+        if planner.has_room(other, self._config):
+            there = planner.cost_at(request, other, match)
+        return there < planner.cost_at(request, worker, match)
+
+    def _is_open_to(self, worker: WorkerState, request: Request) -> bool:
+        """Whether the worker could take the request in its own next step."""
+        return (
+            request.max_total_tokens <= worker.max_request_tokens
+            and request.gateway_id in worker.gateway_ids
+            and not worker.draining
+            and (not self._is_static or self.most(worker) > 0)
+            and not (worker.swap.swapped and self.is_barred(worker, request))
+            # Here, so that the answer of no room falls when the trial has ended.
+            and not (worker.on_trial is not None and suspects.is_trying(worker))
+        )
 
     def _open_to(self, request: Request, planning: WorkerState) -> list[WorkerState]:
         """Workers that could take the request: that whose step is planned, and others."""
-        return [
-            worker
-            for worker in self.eligible(request, draining=False)
-            if worker is planning
-            or (
-                (not self._is_static or self.most(worker) > 0)
-                and not (worker.swap.swapped and self.is_barred(worker, request))
-                # Here, so that the answer of no room falls when the trial has ended.
-                and not (worker.on_trial is not None and suspects.is_trying(worker))
-            )
-        ]
+        workers = self._workers.values()
+        return [w for w in workers if w is planning or self._is_open_to(w, request)]
 
     def _find_placement(
         self, fill: _Fill, request: Request, workers: list[WorkerState]
@@ -250,6 +252,8 @@ class Admission:
         if request.held_for in fill.worker.coming and request.num_holds < config.max_holds:
             request.num_holds += 1
             return None, Wait.HELD_BACK
+        if fill.seeks_emptiest:
+            fill.emptiest, fill.seeks_emptiest = self._emptiest_but(fill.worker), False
         other = fill.emptiest
         if other in workers and planner.is_better(other, fill.worker, request):
             return None, Wait.TURN
@@ -258,15 +262,13 @@ class Admission:
         placement = planner.find_placement(
             request, workers, config, self._sharing.match, fill.worker
         )
-        request.cheaper = None
+        request.cheapest_at = None
         if placement is None:
             request.had_no_room_at = _changes(workers)
             return None, Wait.BLOCKS
         request.had_no_room_at = None
         if placement.worker is not fill.worker:
-            request.cheaper = Cheaper(
-                num_changes=self.num_changes, session=placement.worker.session, cost=placement.cost
-            )
+            request.cheapest_at = placement.worker.worker_id
         return placement, Wait.TURN
 
     def _emptiest_but(self, worker: WorkerState) -> WorkerState | None:
@@ -301,7 +303,6 @@ class Admission:
 
     def _take(self, fill: _Fill, request: Request, placement: Placement) -> None:
         """Admits the request into the step."""
-        self.num_changes += 1
         if self._is_fair:
             self._tenants.raise_floor(min(fill.least, request.tenant.counter))
             if self._waiting.num_lanes > 1:

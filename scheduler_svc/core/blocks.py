@@ -106,6 +106,12 @@ class BlockPool:
             parent = name
         return PrefixMatch(blocks=found, stop=stop)
 
+    def why_missing(self, name: BlockHash) -> PrefixStop | None:
+        """Why no block has this name; None if one has."""
+        if name in self._index:
+            return None
+        return PrefixStop.EVICTED if name in self._evicted else PrefixStop.COLD
+
     def num_free_among(self, blocks: Iterable[BlockId]) -> int:
         """How many of `blocks` are free now, so that sharing them uses free blocks up."""
         return list(map(self._counts.__getitem__, blocks)).count(0)

@@ -67,7 +67,10 @@ class Depth:
         self._last_end_ns = 0
 
     def may_plan(self, now_ns: int, in_flight: Sequence[StepInFlight]) -> bool:
-        """Whether a plan may go out now. Says in held_until_ns what to wait for."""
+        """Whether a plan may go out now. Says in held_until_ns what to wait for.
+
+        Need not be asked while k are in flight.
+        """
         self.held_until_ns = None
         if len(in_flight) >= self.k:
             return False
@@ -81,6 +84,7 @@ class Depth:
 
     def planned(self, flight: StepInFlight, in_flight: Sequence[StepInFlight]) -> None:
         """`flight` goes out after those in flight."""
+        self.held_until_ns = None
         now_ns = flight.planned_ns
         flight.follows = bool(in_flight) or (
             now_ns - self._last_result_ns < 1000 * flight.expected_us
@@ -95,6 +99,7 @@ class Depth:
     ) -> None:
         """The result of `flight`; in_flight are those that are left. Without times nothing is
         learnt."""
+        self.held_until_ns = None
         now_ns = self._last_result_ns = event.now_ns
         if event.total_us > 0:
             self._measure(flight, event)

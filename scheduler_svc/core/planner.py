@@ -19,6 +19,8 @@ from scheduler_svc.core.types import BlockId, PrefixStop
 from scheduler_svc.core.value import value
 from scheduler_svc.core.worker_state import WorkerState
 
+NO_ROOM = float("inf")
+
 
 @dataclass(slots=True, kw_only=True)
 class StepBudget:
@@ -168,15 +170,23 @@ def find_placement(
 ) -> Placement | None:
     """The cheapest worker that has room for the whole request now; None if none has.
 
-    Among equals the one whose step is planned: it can have the request at once. Room is a free
-    slot, and blocks for all known tokens above the watermark.
+    Among equals the one whose step is planned, which is one of them: it can have the request at
+    once. Room is a free slot, and blocks for all known tokens above the watermark. Workers that
+    are dearer whatever they have cached are matched only if that is the answer, for its `stop`.
     """
     best: Placement | None = None
     most_cached = 0
-    for worker in workers:
-        # That there is room on the one whose step is planned has been seen before.
-        if worker is not planning and not has_room(worker, config):
-            continue
+    dearer: list[WorkerState] = []
+    for place, worker in enumerate((planning, *workers)):
+        if place > 0:
+            if worker is planning:
+                continue
+            if best is not None and load(worker, 1) >= best.cost:
+                dearer.append(worker)
+                continue
+            # That there is room on the one whose step is planned has been seen before.
+            if not has_room(worker, config):
+                continue
         found = match(request, worker)
         cached, pool = found.blocks, worker.pool
         num_cached = len(cached) * worker.capacity.block_size
@@ -185,17 +195,8 @@ def find_placement(
         spare = pool.num_free - num_new - (pool.num_free_among(cached) if cached else 0)
         if spare < worker.watermark:
             continue
-        cost = 0
-        if len(workers) > 1:
-            cost = policy.placement_cost(
-                num_uncached=len(request.token_ids) - num_cached,
-                num_pending_prefill=worker.num_pending_prefill,
-                num_running=len(worker.running),
-            )
-        if best is None or (cost, worker is not planning) < (
-            best.cost,
-            best.worker is not planning,
-        ):
+        cost = load(worker, len(request.token_ids) - num_cached) if len(workers) > 1 else 0
+        if best is None or cost < best.cost:
             best = Placement(
                 worker=worker,
                 shared=cached,
@@ -204,9 +205,25 @@ def find_placement(
                 stop=found.stop,
                 cost=cost,
             )
-    if best is not None and most_cached > best.num_cached:
-        best = replace(best, stop=PrefixStop.ELSEWHERE)
-    return best
+    if best is None or best.worker is not planning:
+        return best
+    for worker in dearer:
+        if has_room(worker, config):
+            num_blocks = len(match(request, worker).blocks)
+            most_cached = max(most_cached, num_blocks * worker.capacity.block_size)
+    return replace(best, stop=PrefixStop.ELSEWHERE) if most_cached > best.num_cached else best
+
+
+def cost_at(
+    request: Request, worker: WorkerState, match: Callable[[Request, WorkerState], PrefixMatch]
+) -> float:
+    """What find_placement compares; NO_ROOM if there are too few blocks."""
+    num_tokens, pool, cached = len(request.token_ids), worker.pool, match(request, worker).blocks
+    num_new = worker.blocks_for(num_tokens) - len(cached)
+    spare = pool.num_free - num_new - (pool.num_free_among(cached) if cached else 0)
+    if spare < worker.watermark:
+        return NO_ROOM
+    return load(worker, num_tokens - len(cached) * worker.capacity.block_size)
 
 
 def is_better(worker: WorkerState, than: WorkerState, request: Request) -> bool:
@@ -227,7 +244,7 @@ def load(worker: WorkerState, num_uncached: int = 0) -> int:
 
 def has_room(worker: WorkerState, config: CoreConfig) -> bool:
     """Whether one more request, of one new block at least, may run on the worker."""
-    return has_seat(worker, config) and worker.pool.num_free > worker.watermark
+    return num_free_seats(worker, config) > 0 and worker.pool.num_free > worker.watermark
 
 
 def has_seat(worker: WorkerState, config: CoreConfig) -> bool:

@@ -17,22 +17,9 @@ from scheduler_svc.core.types import (
     Slot,
     WorkerId,
 )
-from scheduler_svc.core.value import value
 
 Rank = tuple[int, int]
 NO_HASH = BlockHash(b"")
-
-
-@value(frozen=True, slots=True, kw_only=True)
-class Cheaper:
-    """A worker session with room that a waiting request would go to, and its cost there.
-
-    Holds while Admission.num_changes is num_changes.
-    """
-
-    num_changes: int
-    session: int
-    cost: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,8 +77,8 @@ class Request:
     # The last block it is held back for, and what had changed so far when it had no room.
     held_for: BlockHash | None = None
     had_no_room_at: tuple[tuple[int, int], ...] | None = None
-    # What the last look at the workers found, if that was not the worker whose step was planned.
-    cheaper: Cheaper | None = None
+    # Where the last look at the workers would have it, if not on that whose step was planned.
+    cheapest_at: WorkerId | None = None
     # Workers lost in all; workers lost and steps failed since its last token.
     num_workers_lost: int = 0
     num_losses: int = 0

@@ -154,7 +154,6 @@ class SchedulerCore:
 
     def take_ready(self) -> Ready:
         """Plans every worker that has room for a plan, and hands out all that is to be done."""
-        self._admission.num_changes += 1
         self._hand_over_from_draining()
         if self._spent:
             self._end_spent()
@@ -162,7 +161,9 @@ class SchedulerCore:
         for _ in range(2):
             self._has_yielded = False
             for worker in self._workers.values():
-                while worker.depth.may_plan(self._now_ns, worker.in_flight):
+                depth, in_flight = worker.depth, worker.in_flight
+                # Mostly of no worker but that whose result has come: no call for the others.
+                while len(in_flight) < depth.k and depth.may_plan(self._now_ns, in_flight):
                     if not (worker.running or len(self._waiting) or worker.holds_or_tells):
                         break  # as plan_step would find, at more than that costs
                     plan = planner.plan_step(
@@ -171,7 +172,6 @@ class SchedulerCore:
                     if plan is None:
                         break
                     steps.append(plan)
-                    self._admission.num_changes += 1
             # A worker that was looked at before may take what another one has just given up.
             if not self._has_yielded:
                 break
@@ -464,7 +464,6 @@ class SchedulerCore:
     def _yield(self, worker: WorkerState, request: Request, preempted: bool) -> None:
         """Takes a request off its worker; it begins anew, at the place of its rank."""
         self._has_yielded = True
-        self._admission.num_changes += 1
         worker.take_off(request)
         request.set_back(self._now_ns, preempted=preempted)
         request.forget_work()

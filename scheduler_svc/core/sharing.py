@@ -28,8 +28,17 @@ class PrefixSharing:
         """
         if not self._enabled:
             return PrefixMatch(blocks=[], stop=PrefixStop.OFF)
+        names, size = request.block_hashes, worker.capacity.block_size
+        if (
+            names
+            and request.hashed_block_size == size
+            and len(request.token_ids) > size
+            and request.sampling.num_logprobs is None
+        ):
+            why = worker.pool.why_missing(names[0])
+            if why is not None:
+                return PrefixMatch(blocks=[], stop=why)  # mostly, on most of many workers
         num_usable = self._num_usable(request, worker)
-        size = worker.capacity.block_size
         if num_usable == 0:
             short = len(request.token_ids) <= size
             stop = PrefixStop.SHORT if short else PrefixStop.LOGPROBS

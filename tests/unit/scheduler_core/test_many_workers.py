@@ -82,7 +82,7 @@ def test_one_that_belongs_on_a_busy_worker_is_matched_with_all_others_once() -> 
     """Not in the plan of each idle worker; and it gets to where its prefix is."""
     c = with_a_busy_worker()
     comes = make_request("comes", prompt=PREFIX, family=1, max_tokens=4)
-    assert calls_of(PrefixSharing.match, lambda: c.arrive(comes)) <= 2 * NUM_WORKERS
+    assert calls_of(PrefixSharing.match, lambda: c.arrive(comes)) <= 3 * NUM_WORKERS
     assert not c.last.plans
     c.step(BUSY)
     ((admit,),) = [plan.admits for plan in c.last.plans]
@@ -110,3 +110,14 @@ def test_of_equals_the_one_that_is_planned_has_it() -> None:
     ((plan, admit),) = [(plan, admit) for plan in c.last.plans for admit in plan.admits]
     assert plan.worker_id == OTHER
     assert admit.num_computed_tokens == PREFIX - 16
+
+
+def test_while_its_worker_is_busy_it_is_not_matched_with_all_others_again() -> None:
+    """Results come and go elsewhere: each plan compares its worker with the remembered one."""
+    c = with_a_busy_worker()
+    c.arrive(make_request("other", gateway_id=OTHER, prompt=9, max_tokens=400))
+    c.arrive(make_request("comes", prompt=PREFIX, family=1, max_tokens=4))
+    for _ in range(4):
+        num_calls = calls_of(PrefixSharing.match, lambda: c.step(OTHER))
+        assert [plan.worker_id for plan in c.last.plans] == [OTHER]
+        assert 0 < num_calls <= 2 * NUM_WORKERS
