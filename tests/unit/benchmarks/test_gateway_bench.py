@@ -75,12 +75,12 @@ def test_a_token_that_no_worker_gave_is_an_error() -> None:
 
 def test_no_window_is_longer_than_its_streams() -> None:
     """Each has streams of its own, which end after MAX_TOKENS."""
-    assert bench.split(8.0, bench.FAST) == [8.0]
+    assert bench.split(3.0, bench.FAST) == [3.0]
     parts = bench.split(30.0, bench.FAST)
     assert sum(parts) == pytest.approx(30.0)
     assert len(set(parts)) == 1
     streams_s = bench.MAX_TOKENS * bench.FAST.step_ms / 1000
-    assert all(bench.WARM_UP_S + part < 0.9 * streams_s for part in parts)
+    assert all(bench.WARM_UP_S + part < 0.6 * streams_s for part in parts)
     assert bench.split(30.0, bench.PACED) == [30.0]
 
 
