@@ -122,7 +122,7 @@ bench-gateway: setup  ## what the gateway costs a token and adds to its way
 bench-start: setup  ## a second start of make serve, stage by stage; the worker's memory under load
 	@$(PY) -m benchmarks.start $(ARGS)
 
-profile: setup  ## where each microsecond of a decode step goes, beside its floor
+profile: setup  ## where each microsecond of a decode step and of a prompt's chunk goes, beside its floor
 	@$(PY) -m benchmarks.profile $(ARGS)
 
 bench-scheduling: setup  ## what each scheduling decision is worth: STUDIES="a c", ARGS=--quick

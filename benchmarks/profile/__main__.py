@@ -5,7 +5,8 @@ A whole stack with the real model; the worker has a clock at every operator
 time is looked at in which every step has one token of each: means of those steps. Beside each part
 stand the bytes and the arithmetic that it can't do without, and how long this machine takes for
 them at least (benchmarks.profile.floors). What runs on other threads and in other processes while
-the model computes has its CPU time by step.
+the model computes has its CPU time by step. Then prompts are sent, one at a time, and the steps
+that compute a chunk of one, not its last, have a table like it.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +30,8 @@ from benchmarks.workload import Shape, jobs
 
 PROMPT_TOKENS = 128
 MAX_TOKENS = 6000
+MAX_PROMPTS = 100
+CHUNKED_TOKENS = 1_281  # of a prompt that takes several steps, the last of them not counted
 WARM_UP_S = 3.0
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
@@ -58,9 +62,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Of one number of streams; the lines add up to period_us. `beside` is CPU time by step."""
+    """Of one number of streams, or of chunks of so many tokens of one prompt (0: of decodes).
+
+    The lines add up to period_us. `beside` is CPU time by step.
+    """
 
     num_streams: int
+    chunk_tokens: int = 0
     num_steps: int
     mean_context: float
     period_us: float
@@ -87,37 +95,74 @@ def full_steps(steps: Sequence[Step], window: range, num_streams: int) -> list[t
     return found
 
 
+def chunk_steps(steps: Sequence[Step], window: range) -> list[tuple[Step, Step]]:
+    """Steps within the window with a chunk of a prompt behind another one, and that one.
+
+    Of the size of chunk that is most frequent; a prompt's first and last chunk do not count.
+    """
+    found = []
+    for before, step in itertools.pairwise(steps):
+        alone = before.num_rows == step.num_rows == 1 < step.num_tokens == before.num_tokens
+        follows = step.contexts == before.contexts + step.num_tokens
+        last = step.contexts == CHUNKED_TOKENS
+        if alone and follows and not last and before.began_ns in window and step.ended_ns in window:
+            found.append((before, step))
+    sizes = Counter(step.num_tokens for _, step in found)
+    most = max(sizes, key=lambda size: (sizes[size], size), default=0)
+    return [pair for pair in found if pair[1].num_tokens == most]
+
+
 def profile(record: Record, window: Window, sizes: Sizes, num_streams: int) -> Profile:
-    """The means of the window's full steps. Raises StreamError where there is none."""
-    pairs = full_steps(record.steps, window.ns, num_streams)
+    """The means of the window's full steps, or with 0 streams of those with a chunk of a prompt.
+
+    Raises StreamError where there is none.
+    """
+    if num_streams:
+        pairs = full_steps(record.steps, window.ns, num_streams)
+    else:
+        pairs = chunk_steps(record.steps, window.ns)
     if not pairs:
-        raise StreamError(f"no step of the window had a token of each of {num_streams} streams")
+        what = f"a token of each of {num_streams} streams" if num_streams else "a chunk of a prompt"
+        raise StreamError(f"no step of the window had {what}")
     steps = [step for _, step in pairs]
+    chunk = 0 if num_streams else steps[0].num_tokens
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(pairs)
 
     period_us = mean([(step.ended_ns - before.ended_ns) / 1e3 for before, step in pairs])
     contexts = mean([step.contexts for step in steps])
-    works = floors.work(sizes, record.weight_bytes, num_streams, contexts)
+    if chunk:
+        seen = chunk * (contexts - chunk) + chunk * (chunk + 1) / 2  # keys, by all of its tokens
+        works = floors.work(sizes, record.weight_bytes, chunk, contexts, pairs=seen, sampled=0)
+    else:
+        works = floors.work(sizes, record.weight_bytes, num_streams, contexts)
     apply_us, forward_us, sample_us = (
         mean([getattr(step, name) for step in steps])
         for name in ("apply_us", "forward_us", "sample_us")
     )
     parts = {name: mean([step.parts_ns[name] / 1e3 for step in steps]) for name in PARTS}
-    rest_us = period_us - apply_us - forward_us - sample_us - window.plan_wait_us
+    rest_us = period_us - apply_us - forward_us - sample_us
+    books = "the plan into rows; the step's books"
+    if chunk:  # between prompts there is no plan for long, so the mean says nothing
+        plan = [Line(name=f"wait for the plan; {books}", us=rest_us)]
+    else:
+        plan = [
+            Line(name="wait for the plan", us=window.plan_wait_us),
+            Line(name=books, us=rest_us - window.plan_wait_us),
+        ]
     lines = (
-        Line(name="wait for the plan", us=window.plan_wait_us),
-        Line(name="the plan into rows; the step's books", us=rest_us),
+        *plan,
         Line(name="apply: rows into the flat batch", us=apply_us),
-        *(Line(name=NAMES[name], us=us, work=works[name]) for name, us in parts.items()),
+        *(Line(name=NAMES[name], us=us, work=works.get(name)) for name, us in parts.items()),
         Line(name="tables, choosing rows, Python between", us=forward_us - sum(parts.values())),
-        Line(name="sample, with the tokens' way back", us=sample_us, work=works["sample"]),
+        Line(name="sample, with the tokens' way back", us=sample_us, work=works.get("sample")),
     )
     return Profile(
         num_streams=num_streams,
+        chunk_tokens=chunk,
         num_steps=len(pairs),
-        mean_context=contexts / num_streams,
+        mean_context=contexts / max(1, num_streams),
         period_us=period_us,
         lines=lines,
         beside=tuple(
@@ -147,17 +192,22 @@ def _plan_waits(stack: Stack) -> tuple[float, float]:
 
 
 def _watch(stack: Stack, num_streams: int, seconds: float) -> Window:
+    """A window in which so many streams decode, or, with 0, one prompt after the other is read."""
     port = stack.gateway.ports["rest"]
-    shape = Shape(prompt=(PROMPT_TOKENS, PROMPT_TOKENS), output=(1, 1))
-    prompts = [job.prompt for job in jobs(f"profile-{num_streams}", num_streams, shape)]
-    readers = open_streams(
-        port, [request(stack.model_name, port, prompt, MAX_TOKENS) for prompt in prompts]
-    )
+    count, length = (num_streams, PROMPT_TOKENS) if num_streams else (MAX_PROMPTS, CHUNKED_TOKENS)
+    shape = Shape(prompt=(length, length), output=(1, 1))
+    prompts = [job.prompt for job in jobs(f"profile-{num_streams}", count, shape)]
+    requests = [request(stack.model_name, port, prompt, MAX_TOKENS) for prompt in prompts]
+    readers = open_streams(port, requests[:num_streams])
     try:
-        read_for(readers, WARM_UP_S)
+        if num_streams:
+            read_for(readers, WARM_UP_S)
         waits = _plan_waits(stack)
         cpu, began_ns = _cpu(stack), time.monotonic_ns()
-        read_for(readers, seconds)
+        if num_streams:
+            read_for(readers, seconds)
+        else:
+            _send(port, requests, seconds)
         cpu_after, ended_ns = _cpu(stack), time.monotonic_ns()
         waits_after = _plan_waits(stack)
     finally:
@@ -170,10 +220,19 @@ def _watch(stack: Stack, num_streams: int, seconds: float) -> Window:
     )
 
 
+def _send(port: int, requests: Sequence[bytes], seconds: float) -> None:
+    """One after the other until the time is over, at least one; each until its first token."""
+    end = time.monotonic() + seconds
+    for of in requests:
+        hang_up(open_streams(port, [of]))
+        if time.monotonic() > end:
+            return
+
+
 def measure(
     streams: Sequence[int], seconds: float, model: str, settings: dict[str, str]
 ) -> list[Profile]:
-    """One after the other on one stack. Raises StackError or StreamError."""
+    """One after the other on one stack, 0 for prompts. Raises StackError or StreamError."""
     with tempfile.TemporaryDirectory(prefix="quire-profile-") as name:
         folder = Path(name)
         log = folder / "record"
@@ -224,17 +283,21 @@ def _row(line: Line, period_us: float, rates: Rates) -> tuple[str, ...]:
 def text(of: Profile, rates: Rates) -> str:
     """Both tables of one number of streams."""
     beside = report.markdown(BESIDE, [(who, f"{us:,.0f}") for who, us in of.beside])
-    return (
-        f"{of.num_streams} streams, {of.num_steps} steps, {of.mean_context:.0f} tokens of context "
-        f"each:\n\n{table(of, rates)}\n\n{beside}\n"
+    shape = (
+        f"chunks of {of.chunk_tokens} tokens of one prompt, {of.num_steps} steps, at their ends "
+        f"{of.mean_context:.0f} tokens of context"
+        if of.chunk_tokens
+        else f"{of.num_streams} streams, {of.num_steps} steps, {of.mean_context:.0f} tokens of "
+        "context each"
     )
+    return f"{shape}:\n\n{table(of, rates)}\n\n{beside}\n"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profile", description=__doc__)
     add = parser.add_argument
-    add("--streams", nargs="+", type=int, default=[1, 32], metavar="N")
+    add("--streams", nargs="+", type=int, default=[1, 32, 0], metavar="N", help="0: prompts")
     add("--seconds", type=float, default=20.0, help="window of each number of streams")
     add("--model", default="", help="folder; default: the launcher's model cache")
     add("--set", action="append", type=target.setting, default=[], metavar="QUIRE_X=V",

@@ -85,35 +85,51 @@ class Sizes:
 
 
 def work(
-    sizes: Sizes, weight_bytes: Mapping[str, int], rows: float, contexts: float
+    sizes: Sizes,
+    weight_bytes: Mapping[str, int],
+    rows: float,
+    contexts: float,
+    *,
+    pairs: float | None = None,
+    sampled: float | None = None,
 ) -> dict[str, Work]:
-    """By part, for a decode step of `rows` rows whose contexts have `contexts` tokens in all."""
+    """By part, for a step of `rows` tokens over contexts of `contexts` tokens in all.
+
+    A token attends to `pairs` / rows keys on average, and `sampled` tokens go behind the attention
+    of the last layer; without these it is a decode, in which each token has a context of its own
+    and is sampled from. Parts in which nothing is done are left out.
+    """
+    pairs = contexts if pairs is None else pairs
+    sampled = rows if sampled is None else sampled
     layers, width, inner, size = sizes.num_layers, sizes.width, sizes.inner, sizes.itemsize
     heads, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    behind = (rows * (layers - 1) + sampled) / layers  # rows of a layer behind its attention
 
-    def linear(part: str, depth: int, columns: int, times: int) -> Work:
+    def linear(part: str, depth: int, columns: int, times: int, of: float) -> Work:
         weights = weight_bytes.get(part, times * depth * columns * size)
         return Work(
-            num_bytes=weights + times * rows * (depth + columns) * size,
-            flops=2 * times * rows * depth * columns,
+            num_bytes=weights + times * of * (depth + columns) * size,
+            flops=2 * times * of * depth * columns,
         )
 
-    return {
+    works = {
         EMBED: Work(num_bytes=2 * rows * width * size),
         NORM: Work(num_bytes=(2 * layers + 1) * 4 * rows * width * size),
-        QKV: linear(QKV, width, heads + 2 * kv, layers),
+        QKV: linear(QKV, width, heads + 2 * kv, layers, rows),
         STORE: Work(num_bytes=layers * 2 * rows * (heads + 2 * kv) * size),
         ATTENTION: Work(
             num_bytes=layers * (2 * contexts * kv + 2 * rows * heads) * size,
-            flops=layers * 4 * contexts * heads,
+            flops=layers * 4 * pairs * heads,
         ),
-        OUT: linear(OUT, heads, width, layers),
-        GATE_UP: linear(GATE_UP, width, 2 * inner, layers),
-        ACTIVATION: Work(num_bytes=layers * 3 * rows * inner * size),
-        DOWN: linear(DOWN, inner, width, layers),
-        HEAD: linear(HEAD, width, sizes.vocab_size, 1),
-        "sample": Work(num_bytes=rows * sizes.vocab_size * size),
+        OUT: linear(OUT, heads, width, layers, behind),
+        GATE_UP: linear(GATE_UP, width, 2 * inner, layers, behind),
+        ACTIVATION: Work(num_bytes=layers * 3 * behind * inner * size),
+        DOWN: linear(DOWN, inner, width, layers, behind),
     }
+    if sampled:
+        works[HEAD] = linear(HEAD, width, sizes.vocab_size, 1, sampled)
+        works["sample"] = Work(num_bytes=sampled * sizes.vocab_size * size)
+    return works
 
 
 def probe(dtype: str) -> Rates:

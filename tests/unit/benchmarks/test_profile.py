@@ -1,5 +1,6 @@
 """Where a step's time goes: what counts as a step, what the parts add up to, and their floors."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -69,6 +70,39 @@ def test_the_lines_add_up_to_the_time_from_step_to_step() -> None:
 def test_a_window_without_a_full_step_is_an_error() -> None:
     with pytest.raises(StreamError):
         bench.profile(Record(steps=STEPS), window(1, 19), SIZES, num_streams=3)
+
+
+def chunk(began_ms: int, context: int, tokens: int = 256) -> Step:
+    of = step(began_ms, began_ms + 3, rows=1, tokens=tokens)
+    return dataclasses.replace(of, contexts=context)
+
+
+def test_chunks_of_a_prompt_count_behind_their_like_and_before_the_last() -> None:
+    steps = [
+        chunk(0, 256),
+        chunk(3, 512),
+        chunk(6, 768),
+        chunk(9, 769, tokens=1),
+        chunk(12, 256),  # of another prompt
+        chunk(15, 640, tokens=128),
+        chunk(18, 768, tokens=128),
+        chunk(21, bench.CHUNKED_TOKENS - 256),
+        chunk(24, bench.CHUNKED_TOKENS),
+    ]
+    pairs = bench.chunk_steps(steps, range(0, 30 * 10**6))
+    assert [of.began_ns // 10**6 for _, of in pairs] == [3, 6]
+    assert bench.chunk_steps(steps, range(2 * 10**6, 8 * 10**6)) == []
+    found = bench.profile(Record(steps=steps), window(0, 30), SIZES, num_streams=0)
+    assert (found.chunk_tokens, found.num_steps, found.mean_context) == (256, 2, 640)
+    text = bench.text(found, Rates(read_gb_per_s=1.0, gflop_per_s=1.0))
+    assert "chunks of 256 tokens of one prompt, 2 steps" in text
+    # 2 layers x 4 operations x 8 of each head and pair: 384 tokens before it, then its own.
+    flops = 2 * 4 * 8 * (256 * 384 + 256 * 257 / 2)
+    assert cells(text, "attention over")[4] == f"{flops / 1e6:,.0f}"
+    # Nothing is sampled: the last layer ends with its attention, and there is no head.
+    assert cells(text, "gate and up")[4] == f"{2 * 256 * 8 * 32 / 1e6:,.0f}"
+    assert cells(text, "| head")[3:] == ["", "", "", ""]
+    assert sum(line.us for line in found.lines) == pytest.approx(found.period_us)
 
 
 def test_a_parts_work_is_its_weights_its_rows_and_the_contexts() -> None:
