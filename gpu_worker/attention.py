@@ -276,6 +276,7 @@ class PagedContext:
     """The KV cache and the back end of one model, and the step that runs."""
 
     def __init__(self, cache: Tensor, backend: Backend) -> None:
+        self.cache = cache
         self.backend = backend
         self.step: StepTables | None = None
         self.calls: list[LayerCall] | None = None  # recorded when a list

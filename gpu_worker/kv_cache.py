@@ -1,8 +1,9 @@
 """Owns the KV cache tensor: how many blocks, and the allocation.
 
 In order: num_gpu_blocks_override, then kv_cache_gib, then by memory. On a CPU that is a quarter of
-the memory available, at most 4 GiB; pages are touched only when blocks are first written. On CUDA
-it is gpu_memory_utilization of the device, less what weights and a full step take.
+the memory available, at most 4 GiB; its pages are taken as blocks come into use, a bit ahead of
+them (pages_ahead). On CUDA it is gpu_memory_utilization of the device, less what weights and a full
+step take.
 
 Host blocks, which swap needs, take swap_space_gib. Below 0 that is by memory: an eighth of what is
 available, at most 4 GiB on CUDA and 1 GiB on a CPU.
@@ -152,7 +153,7 @@ def device_cache_bytes(memory: DeviceMemory, utilization: float) -> int:
 
 
 def allocate(of: CacheLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The cache, zeros. On a CPU its pages are taken as blocks are first written."""
+    """The cache, zeros. On a CPU its pages are taken later, by pages_ahead or a first write."""
     if device.type != "cpu":
         return torch.zeros(of.shape, dtype=dtype, device=device)
     return memory.zeros(of.shape, dtype)

@@ -20,6 +20,7 @@ import torch
 from gpu_worker import block_copies, kv_cache, models, sampler, scoring
 from gpu_worker.attention import Backend, PagedContext, StepTables, make_backend
 from gpu_worker.batch import BatchBuilder, BatchLimits, FlatBatch
+from gpu_worker.pages_ahead import PagesAhead
 from gpu_worker.ports import (
     BrokenDeviceError,
     CacheGroupSpec,
@@ -60,9 +61,11 @@ class TorchRunner:
         context: PagedContext,
         copies: block_copies.BlockCopies,
         info: RunnerInfo,
+        pages: PagesAhead | None = None,
     ) -> None:
         self._model = model
         self._context = context
+        self._pages = pages
         self._copies = copies
         self._info = info
         self._builder = BatchBuilder(
@@ -93,6 +96,9 @@ class TorchRunner:
         began = time.perf_counter_ns()
         batch = self._builder.build(rows)
         applied = time.perf_counter_ns()
+        if self._pages is not None and batch.rows:
+            highest = int(batch.slot_mapping.max())
+            self._pages.reach(highest // self._info.cache_group.block_size)
         sampling = [rows[index] for index in batch.sampling_rows]
         failures = dict(batch.failures)
         with _device_errors():
@@ -269,7 +275,10 @@ def load_runner(settings: "WorkerSettings", log: Any) -> TorchRunner:
         swap_out_gb_per_s=swap.out_gb_per_s,
         swap_in_gb_per_s=swap.in_gb_per_s,
     )
-    return TorchRunner(model=model, context=context, copies=copies, info=info)
+    pages = PagesAhead(context.cache) if device.type == "cpu" else None
+    if pages is not None:
+        pages.reach(0)  # from here on: the warm-up is measured without it
+    return TorchRunner(model=model, context=context, copies=copies, info=info, pages=pages)
 
 
 def _sized(
