@@ -232,6 +232,44 @@ def weight_bytes(module: Any) -> int:
     return sum(tensor.nbytes for tensor in seen.values())
 
 
+def _needs_native(deterministic: bool, quantization: str) -> list[str]:
+    """The settings that only the lean forward on native kernels can give."""
+    needs = ["QUIRE_DETERMINISTIC=1"] if deterministic else []
+    if quantization != NONE:
+        needs.append(f"QUIRE_QUANTIZATION={quantization}")
+    return needs
+
+
+def _no_lean(backend: str, device: torch.device, *, wanted: bool, needs: list[str]) -> str | None:
+    """Why there is no lean forward whatever the model is; None when the model decides."""
+    if needs and backend != "native":
+        missing = no_native(device)
+        if missing is not None:
+            return f"it takes the native kernels: {missing}"
+    if backend not in ("native", "triton") or (needs and backend != "native"):
+        return f"the {backend} back end computes attention"
+    return None if wanted else "QUIRE_FUSED=0"
+
+
+def refuse_without_native(
+    name: str,
+    backend: str,
+    device: torch.device,
+    *,
+    wanted: bool,
+    deterministic: bool,
+    quantization: str,
+) -> None:
+    """Raises UnsupportedModelError, as `fuse` would, for what no model can have here.
+
+    To be asked before weights are fetched and read, which takes minutes.
+    """
+    needs = _needs_native(deterministic, quantization)
+    reason = _no_lean(backend, device, wanted=wanted, needs=needs)
+    if needs and reason is not None:
+        raise UnsupportedModelError(f"can't serve {name} with {' and '.join(needs)}: {reason}")
+
+
 def fuse(
     model: LoadedModel,
     backend: str,
@@ -250,12 +288,8 @@ def fuse(
     missing = no_native(model.device) if model.device.type == "cpu" else None
     if missing is not None:
         log.warning("no native kernels: torch computes, many times slower", reason=missing)
-    needs = ["QUIRE_DETERMINISTIC=1"] if deterministic else []
-    if quantization != NONE:
-        needs.append(f"QUIRE_QUANTIZATION={quantization}")
-    reason = None if wanted else "QUIRE_FUSED=0"
-    if backend not in ("native", "triton") or (needs and backend != "native"):
-        reason = f"the {backend} back end computes attention"
+    needs = _needs_native(deterministic, quantization)
+    reason = _no_lean(backend, model.device, wanted=wanted, needs=needs)
     if reason is None:
         from gpu_worker.fused import FusedModel, NotRecognisedError
         from gpu_worker.fused_operators import NativeOperators, Operators, TritonOperators

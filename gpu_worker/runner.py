@@ -214,6 +214,18 @@ class _device_errors:  # noqa: N801  # reads as a statement: with _device_errors
             raise BrokenDeviceError(text) from error
 
 
+def _refuse_early(settings: "WorkerSettings", backend: str, device: torch.device) -> None:
+    """Raises UnsupportedModelError for settings that no model can have here."""
+    models.refuse_without_native(
+        settings.model,
+        backend,
+        device,
+        wanted=settings.fused,
+        deterministic=settings.deterministic,
+        quantization=settings.quantization,
+    )
+
+
 def load_runner(settings: "WorkerSettings", log: Any) -> TorchRunner:
     """Loads, sizes the cache, checks, warms up and measures.
 
@@ -224,6 +236,7 @@ def load_runner(settings: "WorkerSettings", log: Any) -> TorchRunner:
     torch.set_num_threads(settings.num_threads or usable_cores())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend = make_backend(settings.attention_backend, device)
+    _refuse_early(settings, backend.name, device)
     folder = model_dir(settings.model, weights=True)
     began = time.monotonic()
     model = models.load(folder, dtype=settings.dtype, device=device, log=log)

@@ -1,0 +1,58 @@
+"""What only native kernels give is refused where there are none: early, and by its cause."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_worker import models
+from gpu_worker.attention import UnsupportedModelError
+from tests.tiny_llama import load_llama
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "missing", "reason"),
+    [
+        ("torch", "cpu", "no C++ compiler", "it takes the native kernels: no C++ compiler"),
+        ("triton", "cuda", None, "it takes the native kernels: they are for CPUs"),
+        ("torch", "cpu", None, "the torch back end computes attention"),
+    ],
+)
+def test_the_refusal_names_its_cause(
+    monkeypatch: pytest.MonkeyPatch, backend: str, device: str, missing: str | None, reason: str
+) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(models, "no_native", lambda device: missing)
+    for deterministic, name, asked in (
+        (False, "int8", "QUIRE_QUANTIZATION=int8"),
+        (True, "none", "QUIRE_DETERMINISTIC=1"),
+        (True, "int4", "QUIRE_DETERMINISTIC=1 and QUIRE_QUANTIZATION=int4"),
+    ):
+        with pytest.raises(UnsupportedModelError) as refused:
+            models.refuse_without_native(
+                "small",
+                backend,
+                torch.device(device),
+                wanted=True,
+                deterministic=deterministic,
+                quantization=name,
+            )
+        assert str(refused.value) == f"can't serve small with {asked}: {reason}"
+
+
+def test_who_asks_for_neither_is_not_refused() -> None:
+    models.refuse_without_native(
+        "small",
+        "torch",
+        torch.device("cpu"),
+        wanted=False,
+        deterministic=False,
+        quantization="none",
+    )
+
+
+def test_it_is_refused_before_weights_are_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UnsupportedModelError, match="QUIRE_QUANTIZATION=int8: "):
+        load_llama(tmp_path, quantization="int8", attention_backend="torch")
