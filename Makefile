@@ -128,6 +128,9 @@ profile: setup  ## where each microsecond of a decode step and of a prompt's chu
 bench-scheduling: setup  ## what each scheduling decision is worth: STUDIES="a c", ARGS=--quick
 	@$(PY) -m benchmarks.studies $(STUDIES) $(ARGS)
 
+bench-simulation: setup  ## studies in virtual time: TRACES=folder of recorded traces, STUDIES="traces cluster"
+	@$(PY) -m benchmarks.simulation $(STUDIES) --traces $(or $(TRACES),traces) $(ARGS)
+
 bench-pressure: setup  ## a third of the KV memory needed: no error, no token different
 	@$(PY) -m benchmarks.pressure $(ARGS)
 

@@ -1,6 +1,11 @@
-"""What all tests share: the option that rewrites recorded files, and the order of a run."""
+"""What all tests share: hypothesis' settings, the option to rewrite files, the order of a run."""
 
 import pytest
+from hypothesis import settings
+
+# No example is timed: on a busy machine any of them may take long.
+settings.register_profile("quire", settings.default, deadline=None)
+settings.load_profile("quire")
 
 SLOW_FOLDERS = frozenset({"fuzz", "integration", "kernels", "parity"})
 

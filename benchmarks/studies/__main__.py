@@ -6,17 +6,16 @@ the folder has the page, the study's part of it. `--quick` is for trying the cod
 """
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import report, target
+from benchmarks import target
 from benchmarks.stack import ROOT, StackError
-from benchmarks.studies import drawing, page
+from benchmarks.studies import page
 from benchmarks.studies.catalogue import STUDIES
-from benchmarks.studies.study import Bench, Row, Study, problems_of
+from benchmarks.studies.running import run
+from benchmarks.studies.study import Bench, problems_of
 
 DOCS = ROOT / "docs" / "benchmarks"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -40,36 +39,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def run(study: Study, bench: Bench, command: str, out: Path) -> list[Row]:
-    """Measures, prints and writes one study; its rows."""
-    began_s = time.perf_counter()
-    about = {**report.machine(), "load_before": round(os.getloadavg()[0], 1)}
-    rows: list[Row] = []
-    for row in study.measure(bench):
-        rows.append(row)
-        print(page.table(study.columns, [row]), flush=True)
-    document = {
-        "study": study.letter,
-        "title": study.title,
-        "command": command,
-        "quick": bench.quick,
-        "settings": dict(bench.settings),
-        "took_s": time.perf_counter() - began_s,
-        "machine": about,
-        "rows": rows,
-    }
-    json_path, png_path = page.paths(out, study)
-    page.write_json(json_path, document)
-    note = f"{about['cores']} cores {about['cpu']}, commit {about['commit'] or 'unknown'}"
-    drawing.write(png_path, study, rows, note)
-    text = page.section(study, document)
-    print(f"\n({study.letter}) {study.title}\n\n{text}\n\nwrote {json_path} and {png_path}\n")
-    page_path = out / page.NAME
-    if page_path.is_file():
-        page_path.write_text(page.with_section(page_path.read_text(), study, text))
-    return rows
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the studies. Status 1 if an answer was wrong or a stack failed."""
     options = parse(argv)
@@ -83,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         more = [f"--set {pair}" for pair in options.set] + ["--quick"] * options.quick
         command = " ".join(("python -m benchmarks.studies", letter, *more))
         try:
-            rows = run(STUDIES[letter], bench, command, options.out)
+            rows = run(STUDIES[letter], bench, command, options.out / page.NAME)
         except StackError as error:
             problems.append(f"study {letter}: {error}")
             continue

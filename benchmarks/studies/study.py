@@ -186,15 +186,16 @@ def figures(work: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
 class Study:
     """One question.
 
-    `measure` gives row after row. `sentences` says in two sentences what the rows show, with
-    numbers from the rows alone. `draw` fills a row of matplotlib axes, as many as `num_axes`.
+    `measure` gets the bench that it is made for and gives row after row. `sentences` says in two
+    sentences what the rows show, with numbers from the rows alone. `draw` fills a row of matplotlib
+    axes, as many as `num_axes`.
     """
 
     letter: str
     title: str
     question: str
     columns: tuple[Column, ...]
-    measure: Callable[[Bench], Iterator[Row]]
+    measure: Callable[[Any], Iterator[Row]]
     sentences: Callable[[Sequence[Row]], str]
     draw: Callable[[Any, Sequence[Row]], None]
     num_axes: int = 2

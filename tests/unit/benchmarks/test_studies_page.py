@@ -1,4 +1,4 @@
-"""The page about scheduling says what its JSON files say, and nothing else."""
+"""The pages of studies say what their JSON files say, and nothing else."""
 
 import json
 from pathlib import Path
@@ -6,18 +6,24 @@ from typing import Any
 
 import pytest
 
+import benchmarks.simulation.__main__ as simulation
+from benchmarks.simulation.__main__ import PAGE as SIMULATED
 from benchmarks.studies import page
 from benchmarks.studies.__main__ import DOCS
 from benchmarks.studies.catalogue import STUDIES
 from benchmarks.studies.study import Column, Study, by_label
 
-PAGE = (DOCS / page.NAME).read_text()
+PAGES = {
+    name: (DOCS / file_name, study)
+    for file_name, studies in ((page.NAME, STUDIES), (SIMULATED.name, simulation.STUDIES))
+    for name, study in studies.items()
+}
 
 
-@pytest.mark.parametrize("study", STUDIES.values(), ids=list(STUDIES))
-def test_each_study_stands_on_the_page_as_its_json_has_it(study: Study) -> None:
+@pytest.mark.parametrize(("page_path", "study"), PAGES.values(), ids=list(PAGES))
+def test_each_study_stands_on_its_page_as_its_json_has_it(page_path: Path, study: Study) -> None:
     json_path, png_path = page.paths(DOCS, study)
-    found = page.find_section(PAGE, study)
+    found = page.find_section(page_path.read_text(), study)
     assert found is not None
     if not json_path.exists():
         assert found == page.NOT_YET
