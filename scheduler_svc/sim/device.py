@@ -98,6 +98,10 @@ def make_outputs(seed: int, max_tokens: int, stop_at: int | None) -> list[int]:
     return tokens
 
 
+# Seconds of a step, and of each of its tokens.
+STEP_S, TOKEN_S = 0.02, 0.0002
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
     """Sizes and times of a device."""
@@ -109,8 +113,8 @@ class DeviceSpec:
     max_num_batched_tokens: int
     max_model_len: int = 512
     block_bytes: int = 4096
-    step_s: float = 0.02
-    token_s: float = 0.0002
+    step_s: float = STEP_S
+    token_s: float = TOKEN_S
     swap_bytes_per_s: float = 1e6
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 POISON, JUMPS = "poison", "clock jump"
 FORGETS, DIES = "redis loses its last writes", "gateway dies"
+# By which a slow worker may take longer.
+SLOWNESS = (3.0, 10.0, 60.0, 200.0)
 KINDS = (
     "lost result", "late result", "repeated result", "worker dies", "worker stands still",
     "worker is slow", "scheduler-worker reset", "scheduler-worker silent", "worker-gateway reset",
@@ -149,7 +151,7 @@ class Faults:
         if not worker.alive:
             return False
         now, before = worker.now, worker.now.executor.num_steps
-        slowness = self._random.choice((3.0, 10.0, 60.0, 200.0))
+        slowness = self._random.choice(SLOWNESS)
         now.runner.slowed.append(slowness)
         await asyncio.sleep(self._seconds(0.3, 2.0))
         if slowness in now.runner.slowed:

@@ -33,13 +33,15 @@ from servicekit import redis_keys
 MIN_REQUESTS = 50
 ARRIVALS_S = 3.0
 HEALED_S = 120.0
-SETTLED_S = 5.0
+# A step that began on a slow worker goes on as slowly after all is healed.
+SETTLED_S = 12.0
 FORGOTTEN_S = 30.0
 STALL_S = 10.0
 RARE = 5
 DEADLINE_S, NEAR_DEADLINE_S = 600.0, 90.0
 MAX_WORKERS, MAX_GATEWAYS = 3, 3
 START_S = 1.2
+MAX_NUM_BATCHED_TOKENS = (16, 48, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +277,7 @@ class World:
             num_blocks=least + random.randrange(2 * least),
             num_host_blocks=random.choice((0, 2 * least, 6 * least)),
             block_size=block_size,
-            max_num_batched_tokens=random.choice((16, 48, 128)),
+            max_num_batched_tokens=random.choice(MAX_NUM_BATCHED_TOKENS),
             swap_bytes_per_s=random.choice((2e5, 2e6, 2e7)),
         )
 

@@ -22,8 +22,16 @@ from scheduler_svc.core.worker_state import WorkerState
 from scheduler_svc.ports import Completion, WorkerRecord
 from scheduler_svc.sim.__main__ import main, missing, problem, quiet, run_seeds
 from scheduler_svc.sim.clients import MODEL
-from scheduler_svc.sim.faults import KINDS
-from scheduler_svc.sim.world import ARRIVALS_S, Options, Outcome, World
+from scheduler_svc.sim.device import STEP_S, TOKEN_S
+from scheduler_svc.sim.faults import KINDS, SLOWNESS
+from scheduler_svc.sim.world import (
+    ARRIVALS_S,
+    MAX_NUM_BATCHED_TOKENS,
+    SETTLED_S,
+    Options,
+    Outcome,
+    World,
+)
 from servicekit import redis_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +69,12 @@ def test_a_world_without_faults_serves_everything() -> None:
     assert (sum(outcome.faults.values()), outcome.num_refused) == (0, 0)
     assert outcome.num_requests >= 50
     assert outcome.num_blocks_checked > 500
+
+
+def test_a_slow_step_has_ended_before_anything_is_called_left_over() -> None:
+    # Seeds 1223, 2107, 2119 and 3467 were: a step begun on a slow worker went on for more than 5 s.
+    longest_s = STEP_S + max(MAX_NUM_BATCHED_TOKENS) * TOKEN_S
+    assert longest_s * max(SLOWNESS) < SETTLED_S - 2.0
 
 
 def test_a_seed_that_tests_too_little_is_a_problem() -> None:
