@@ -97,6 +97,7 @@ class StreamState:
             tokens = tokens[overlap:]
             logprobs = logprobs[overlap:]
         if tokens:
+            self.num_superseded = 0
             self.tokens.extend(tokens)
             if logprobs:
                 self.logprobs.extend(logprobs)
@@ -115,7 +116,9 @@ class StreamState:
     def supersede(self, *, counts: bool = True) -> bool:
         """Raises the attempt; False if that has happened MAX_SUPERSEDES times, or none is left.
 
-        It does not count where nothing is known to have gone wrong with this request.
+        Those before the last token do not count: a stream that goes on may lose worker after worker
+        and is bounded by its tokens. Nor does it count where nothing is known to have gone wrong
+        with this request.
         """
         assert self.end is None
         if self.num_superseded >= MAX_SUPERSEDES or self.attempt >= MAX_ATTEMPT:

@@ -90,6 +90,19 @@ def test_superseding_raises_the_attempt_a_bounded_number_of_times() -> None:
     assert state.feed(3, 1, [6]) is Fed.NOTHING
 
 
+def test_a_stream_that_goes_on_may_be_superseded_after_each_token() -> None:
+    """One worker after the other may be lost. What repeats is no progress."""
+    state = state_of(5)
+    for token in range(6, 6 + 4 * MAX_SUPERSEDES):
+        assert state.supersede()
+        assert state.feed(state.attempt, len(state.tokens), [token]) is Fed.NEWS
+    assert state.num_superseded == 0
+    for _ in range(MAX_SUPERSEDES):
+        assert state.supersede()
+        assert state.feed(state.attempt, 0, [5, 6]) is Fed.NOTHING
+    assert not state.supersede()
+
+
 def test_superseding_on_suspicion_does_not_count() -> None:
     """Workers that go may have had its first token, one after the other."""
     state = StreamState()
