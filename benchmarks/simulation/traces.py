@@ -42,11 +42,12 @@ def sentences(rows: Sequence[Row]) -> str:
     return (
         f"With as much load for each worker, {large} workers in place of {small} take the p99 time "
         f"to the first token of {'; of '.join(parts)}: workers that share a queue share its "
-        f"bursts, and their caches hold more of what comes again (of the long chats {slow['hit_rate']:.1%} "
-        f"and {fast['hit_rate']:.1%}). The long chats are more than {small} worker can compute as "
-        f"they come, so a backlog grows with each request of the run, and where they come "
-        f"{large} times as fast the run is over in less time; {SIZES[1]} workers at the recorded "
-        f"rate answer half of them within {relief['ttft_p50_ms'] / 1e3:,.2f} s."
+        f"bursts, and their caches hold more of what comes again (of the long chats "
+        f"{slow['hit_rate']:.1%} and {fast['hit_rate']:.1%}). The long chats are more than "
+        f"{small} worker can compute as they come, so a backlog grows with each "
+        f"request of the run, and where they come {large} times as fast the run is over in less "
+        f"time; {SIZES[1]} workers at the recorded rate answer half of them within "
+        f"{relief['ttft_p50_ms'] / 1e3:,.2f} s."
     )
 
 
