@@ -45,9 +45,13 @@ async def serving(bench: Bench) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def code_of(found: grpc.aio.Channel, method: str, metadata: Any = ()) -> grpc.StatusCode:
-    """How a call of any kind ends that sends one empty message."""
-    method_of: Any = found.stream_stream(method)
-    call = method_of(iter([b""]), metadata=metadata, timeout=5)
+    """How a call of any kind ends that sends one empty message.
+
+    On the wire that is all that tells kinds apart. A client that may send more writes its message
+    after the call began, and calls it an internal error of its own if the call has ended by then.
+    """
+    method_of: Any = found.unary_stream(method)
+    call = method_of(b"", metadata=metadata, timeout=5)
     with contextlib.suppress(grpc.aio.AioRpcError):
         await call.read()
         call.cancel()
