@@ -46,7 +46,7 @@ def sentences(rows: Sequence[Row]) -> str:
         f"{small['best']:.1%}, and {large['run']} workers give {large['hit_rate']:.1%} of "
         f"{large['best']:.1%}. A cache of that size by last use alone, without running requests "
         f"in it, gives {small['lru']:.1%} and {large['lru']:.1%}: what is missing to the best is "
-        f"knowledge of the future, and what is missing to that is the memory of what runs."
+        f"mostly knowledge of the future."
     )
 
 
