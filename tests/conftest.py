@@ -7,9 +7,6 @@ from hypothesis import settings
 settings.register_profile("quire", settings.default, deadline=None)
 settings.load_profile("quire")
 
-# These fork the test process (preexec_fn), which the system refuses once it has mapped far more
-# than there is memory, as after tests of large caches. So they come first.
-FORKING_FILES = frozenset({"test_start.py"})
 SLOW_FOLDERS = frozenset({"fuzz", "integration", "kernels", "parity"})
 
 
@@ -28,12 +25,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that fork, then slow ones: no process is left with a slow one at the end."""
+    """Slow files first: of several processes none is left with a slow one at the end."""
     slowness: dict[object, int] = {}
     for item in items:
         is_slow = item.get_closest_marker("e2e") or item.get_closest_marker("slow")
         slowness[item.path] = slowness.get(item.path, 0) or int(is_slow is not None)
-    items.sort(key=lambda item: (item.path.name not in FORKING_FILES, -slowness[item.path]))
+    items.sort(key=lambda item: -slowness[item.path])
 
 
 @pytest.fixture

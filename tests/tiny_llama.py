@@ -11,6 +11,7 @@ from gpu_worker import settings
 from gpu_worker.runner import TorchRunner, load_runner
 
 VOCABULARY, BLOCK_SIZE = 64, 4
+HOST_GIB = 1 / 1024  # its blocks are of 1 KiB
 
 
 def write_llama(folder: Path, num_layers: int = 2) -> Path:
@@ -40,6 +41,7 @@ def load_llama(folder: Path, **changes: Any) -> TorchRunner:
         "num_threads": 1,
         "block_size": BLOCK_SIZE,
         "num_gpu_blocks_override": 32,
+        "swap_space_gib": HOST_GIB,
         **changes,
     }
     argv = [

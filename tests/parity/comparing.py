@@ -20,6 +20,7 @@ from tests.parity.fake_scheduler import Request
 NEAR_TIE = 1e-4
 LOGITS_WITHIN = 1e-3
 BLOCK_SIZE = 8
+HOST_GIB = 1 / 16
 
 Recording = dict[tuple[int, int], torch.Tensor]  # (request's number, output position) -> logits
 
@@ -86,7 +87,7 @@ def compare(reference: Any, requests: Sequence[Request], recording: Recording) -
 
 
 def runner_of(folder: Any, **changes: Any) -> ModelRunner:
-    """A real runner in fp32 with small blocks."""
+    """A real runner in fp32 with small blocks, and little host memory: tests keep a hundred."""
     import structlog
 
     from gpu_worker import settings
@@ -97,6 +98,7 @@ def runner_of(folder: Any, **changes: Any) -> ModelRunner:
         "dtype": "float32",
         "block_size": BLOCK_SIZE,
         "num_gpu_blocks_override": 160,
+        "swap_space_gib": HOST_GIB,
         "num_threads": 1,
         **changes,
     }
