@@ -110,6 +110,7 @@ def _check_counts(worker: WorkerState, in_rank: Sequence[Request]) -> None:
         if tokens < most
     )
     assert worker.num_pending_prefill == pending
+    assert worker.num_tokens_in_flight == sum([f.num_tokens for f in worker.in_flight])
     unsampled = sum(tokens == before for tokens, before in zip(known, at_admission, strict=True))
     assert worker._num_unsampled == unsampled
     assert rows.num_planned == int((rows.planned > 0).sum())

@@ -237,7 +237,7 @@ def load(worker: WorkerState, num_uncached: int = 0) -> int:
     """What placement compares, for a request of which so many tokens are not cached there."""
     return policy.placement_cost(
         num_uncached=num_uncached,
-        num_pending_prefill=worker.num_pending_prefill,
+        num_pending=worker.num_pending_prefill + worker.num_tokens_in_flight,
         num_running=len(worker.running),
     )
 

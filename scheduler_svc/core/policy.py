@@ -125,13 +125,16 @@ def return_margin(*, num_running: int, watermark: int) -> int:
     return max(num_running, watermark) if num_running else 0
 
 
-def placement_cost(*, num_uncached: int, num_pending_prefill: int, num_running: int) -> int:
-    """Lower is better: prefill tokens that would stand before the first token, plus decode load.
+def placement_cost(*, num_uncached: int, num_pending: int, num_running: int) -> int:
+    """Lower is better: tokens that would stand before the first token, plus decode load.
+
+    num_pending are prefill tokens that no plan has, and all tokens of plans that have not returned:
+    without these a worker looks free whose next steps are full.
 
     A running request counts like a block of prefill, so that equal prompts spread and a prefix hit
     still wins over a slightly emptier worker.
     """
-    return num_uncached + num_pending_prefill + 16 * num_running
+    return num_uncached + num_pending + 16 * num_running
 
 
 def is_too_late(

@@ -369,6 +369,7 @@ class SchedulerCore:
             for row in sorted(flight.gone):
                 self._row_returned(flight.batch.requests[row], False)
         worker.in_flight.clear()
+        worker.num_tokens_in_flight = 0
 
     def _row_returned(self, request: Request, is_whole: bool) -> None:
         """One step less is in flight with a request that has left its slot."""
@@ -404,6 +405,7 @@ class SchedulerCore:
             self._refuse_result(worker, breach)
             return
         flight = worker.in_flight.popleft()
+        worker.num_tokens_in_flight -= flight.num_tokens
         worker.last_result_step = event.step
         worker.num_failed_in_a_row = 0
         worker.depth.returned(flight, event, worker.in_flight)

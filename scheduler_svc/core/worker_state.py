@@ -87,7 +87,7 @@ class WorkerState:
         self.coming: dict[BlockHash, Request] = {}
         # Blocks of known tokens that have been filled so far: what others may share, more or less.
         self.num_prompt_blocks = 0
-        self.in_flight: deque[StepInFlight] = deque()
+        self.in_flight, self.num_tokens_in_flight = deque[StepInFlight](), 0
         self.last_step = self.last_result_step = last_step
         self.num_failed_in_a_row = 0
         self._free_slots = [Slot(i) for i in range(capacity.num_slots)]
@@ -295,6 +295,7 @@ class WorkerState:
         self._operations.clear()
         self._digest = 0
         self.in_flight.clear()
+        self.num_tokens_in_flight = 0
 
     # Planning
 
@@ -349,6 +350,7 @@ class WorkerState:
         )
         self.depth.planned(flight, self.in_flight)
         self.in_flight.append(flight)
+        self.num_tokens_in_flight += num_tokens
         plan = StepPlan(
             worker_id=self.worker_id,
             epoch=self.epoch,

@@ -121,3 +121,15 @@ def test_while_its_worker_is_busy_it_is_not_matched_with_all_others_again() -> N
         num_calls = calls_of(PrefixSharing.match, lambda: c.step(OTHER))
         assert [plan.worker_id for plan in c.last.plans] == [OTHER]
         assert 0 < num_calls <= 2 * NUM_WORKERS
+
+
+def test_a_worker_whose_plans_are_full_is_not_waited_for() -> None:
+    """Its prompt is in a plan, so nothing of it is left to plan, and yet it is in the way."""
+    c = Cluster(make_core(max_inflight_steps=1))
+    for name in ("a", "b"):
+        c.begin(name, gateways=(GATEWAY, name), max_num_batched_tokens=256, num_blocks=256)
+    c.arrive(make_request("long", gateway_id="a", prompt=256, max_tokens=4))
+    assert [plan.worker_id for plan in c.last.plans] == ["a"]
+    shorts = [make_request(f"short-{n}", prompt=64, family=n, max_tokens=4) for n in range(3)]
+    c.arrive_together(*shorts)
+    assert [(plan.worker_id, len(plan.admits)) for plan in c.last.plans] == [("b", 3)]

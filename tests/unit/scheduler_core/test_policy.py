@@ -30,9 +30,7 @@ def test_static_fills_an_empty_worker_once(
 
 
 def cost(uncached: int, pending: int = 0, running: int = 0) -> int:
-    return policy.placement_cost(
-        num_uncached=uncached, num_pending_prefill=pending, num_running=running
-    )
+    return policy.placement_cost(num_uncached=uncached, num_pending=pending, num_running=running)
 
 
 def test_a_hit_an_idle_worker_and_a_short_queue_are_cheaper() -> None:
