@@ -1,9 +1,10 @@
 """All that has a goal, in one run: python -m benchmarks [--quick].
 
-Serving (benchmarks.serving), the gateway alone (benchmarks.gateway), and a second start with the
-worker's memory (benchmarks.start), one after the other; each prints its tables and writes JSON to
-benchmarks/results. At the end stands every goal, as it is and multiplied by the floor of the day,
-and below them each part that wrote no figures.
+Serving (benchmarks.serving), continuous against static batching (benchmarks.batching), the gateway
+alone (benchmarks.gateway), and a second start with the worker's memory (benchmarks.start), one
+after the other; each prints its tables and writes JSON to benchmarks/results. At the end stands
+every goal, as it is and multiplied by the floor of the day, and below them each part that wrote no
+figures.
 """
 
 import argparse
@@ -24,12 +25,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def parts(stamp: str, *, quick: bool) -> tuple[tuple[list[str], Path], ...]:
     """Command lines, each with the file or, ending in *, the files that it writes."""
-    gateway, start = (RESULTS / f"{name}-{stamp}.json" for name in ("gateway", "start"))
-    serving = ["benchmarks.serving", *(["--quick"] if quick else [])]
+    names = ("batching", "gateway", "start")
+    batching, gateway, start = (RESULTS / f"{name}-{stamp}.json" for name in names)
+    rough = ["--quick"] if quick else []
     shorter = ["--seconds", "5"] if quick else []
     fewer = ["--starts", "1"] if quick else []
     return (
-        (serving, RESULTS / "serving-*.json"),
+        (["benchmarks.serving", *rough], RESULTS / "serving-*.json"),
+        (["benchmarks.batching", "--json", str(batching), *rough], batching),
         (["benchmarks.gateway", "--json", str(gateway), *shorter], gateway),
         (["benchmarks.start", "--json", str(start), *fewer], start),
     )
@@ -49,7 +52,7 @@ def verdicts(document: dict[str, Any]) -> list[Verdict]:
 def main(argv: Sequence[str]) -> int:
     """Runs all, also behind one that failed; the largest status, not 0 if figures are missing."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="at most ten minutes; rough")
+    parser.add_argument("--quick", action="store_true", help="some twelve minutes; rough")
     options = parser.parse_args(argv)
     RESULTS.mkdir(parents=True, exist_ok=True)
     found: list[Verdict] = []

@@ -14,6 +14,7 @@ from benchmarks.floor import Floor
 from benchmarks.measure import Point
 
 MODEL = "smollm2-135m"
+QUANTIZED = ", int8"  # behind the name of a policy that serves weights of 8 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,13 @@ GAP_MANY_P99 = Goal(
     meaning="p99 of the gap, 32 clients", value=150.0, unit="ms", at_least=False, floor="linear 32"
 )
 GAP = Goal(meaning="median gap, 1 client", value=20.0, unit="ms", at_least=False, floor="linear 1")
+GAP_QUANTIZED = Goal(
+    meaning="median gap, 1 client, weights of 8 bits",
+    value=11.0,
+    unit="ms",
+    at_least=False,
+    floor="linear 1",
+)
 # A prompt is computed at once: its arithmetic bounds it, as it does with many rows.
 FIRST = Goal(
     meaning="median time to the first token, 1 client, prompts of 64 to 192",
@@ -91,6 +99,10 @@ FIRST = Goal(
 )
 ATTENTION = Goal(
     meaning="decode attention, 32 x 509", value=15.0, unit="GB/s", at_least=True, floor="read"
+)
+# Of benchmarks.batching; both sides run on the same machine.
+STATIC = Goal(
+    meaning="output tokens, continuous over static batches of 8", value=5.0, unit="x", at_least=True
 )
 OUTSIDE = Goal(
     meaning="outside the forward, 32 clients, greedy", value=4.0, unit="ms", at_least=False
@@ -158,15 +170,18 @@ def factor(goal: Goal, floor: Floor) -> float:
 def verdicts(floor: Floor, points: Sequence[Point], policy: str) -> list[Verdict]:
     """Of all goals, by the points of the policy that serves by default."""
 
-    def point(level: int, *, sampled: bool = False, long: bool = False) -> Point | None:
-        wanted = (policy, "closed", level, sampled, long)
+    def point(
+        level: int, *, sampled: bool = False, long: bool = False, of: str = policy
+    ) -> Point | None:
+        wanted = (of, "closed", level, sampled, long)
         every = ((p.policy, p.kind, p.level, p.sampled, p.long) for p in points)
-        return next((p for p, of in zip(points, every, strict=True) if of == wanted), None)
+        return next((p for p, is_of in zip(points, every, strict=True) if is_of == wanted), None)
 
     def outside(of: Point | None) -> float | None:
         return of.steps.outside_ms if of and of.steps else None
 
     one, many, long = point(1), point(32), point(32, long=True)
+    quantized = point(1, of=f"{policy}{QUANTIZED}")
     found = (
         (THROUGHPUT, many.output_tokens_per_s if many else None),
         (CEILING, many.output_tokens_per_s / floor.ceiling_tok_per_s if many else None),
@@ -174,6 +189,7 @@ def verdicts(floor: Floor, points: Sequence[Point], policy: str) -> list[Verdict
         (GAP_MANY, many.gap_p50_ms if many else None),
         (GAP_MANY_P99, many.gap_p99_ms if many else None),
         (GAP, one.gap_p50_ms if one else None),
+        (GAP_QUANTIZED, quantized.gap_p50_ms if quantized else None),
         (FIRST, one.ttft_p50_ms if one else None),
         (ATTENTION, floor.attention_gb_per_s.get("native")),
         (OUTSIDE, outside(many)),

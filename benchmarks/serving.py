@@ -5,9 +5,10 @@ stack of its own for each policy, with the same worker settings, and measures cl
 Poisson arrivals of random prompts. Prompts are token ids, so lengths are exact; end-of-sequence
 tokens are ignored, so every answer has exactly the tokens asked for, which is checked. Warm-up
 prompts differ from the measured ones, and no two prompts share a block: the prefix-hit rate must be
-0. The first policy is also measured with sampled requests and with long prompts, and once more in
-the arithmetic of QUIRE_DETERMINISTIC=1, whose price that shows. Prints tables of the loads, of what
-a step takes besides its forward, of the floor and of the goals; writes JSON and a PNG.
+0. The first policy is also measured with sampled requests and with long prompts, once more in the
+arithmetic of QUIRE_DETERMINISTIC=1, whose price that shows, and with weights of 8 bits. Prints
+tables of the loads, of what a step takes besides its forward, of the floor and of the goals; writes
+JSON and a PNG.
 """
 
 import argparse
@@ -35,11 +36,17 @@ SAMPLED_AT = (32,)  # clients of the loads that are sampled as well
 LONG_AT = (32,)  # and of those that are also sent with prompts of LONG, a request a client
 LONG = Shape(prompt=(256, 768))
 DETERMINISTIC_AT = (1, 32)  # and of those in deterministic arithmetic
+QUANTIZED_AT = (1,)  # and of those with weights of 8 bits
 # Poisson rates, as shares of the best request rate that the first policy reached in closed loop.
 LOAD_SHARES = (0.5, 0.8)
 QUICK_LOAD_SHARES = (0.6,)
 WARM_UP_REQUESTS = 4
 DETERMINISTIC = ", deterministic"  # behind the policy's name
+# The first policy once more, where native kernels are: behind its name, with what, at which loads.
+VARIANTS = (
+    (DETERMINISTIC, {"QUIRE_DETERMINISTIC": "1"}, DETERMINISTIC_AT),
+    (goals.QUANTIZED, {"QUIRE_QUANTIZATION": "int8"}, QUANTIZED_AT),
+)
 DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32"}
 
 
@@ -184,11 +191,10 @@ def own_stack(
             )
 
 
-def measure_all(options: argparse.Namespace, *, deterministic: bool) -> list[Point]:
+def measure_all(options: argparse.Namespace, *, native: bool) -> list[Point]:
     """Every policy; the Poisson rates of all are those found for the first.
 
-    The first one is measured with sampled requests too and, if that can be had, in `deterministic`
-    arithmetic.
+    The first one is measured with sampled requests too and, with `native` kernels, in each variant.
     """
     if options.base_url:
         client, model = target.running(options.base_url)
@@ -206,10 +212,10 @@ def measure_all(options: argparse.Namespace, *, deterministic: bool) -> list[Poi
             more = [*sampled_loads(loads), *([] if options.quick else long_loads(loads))]
             points += closed + run_policy(at, policy, more if first else [], options)
             points += run_policy(at, policy, open_loads, options)
-        again = [load for load in loads if load.level in DETERMINISTIC_AT]
-        if first and deterministic and again:
-            with own_stack(policy, options, {"QUIRE_DETERMINISTIC": "1"}) as at:
-                points += run_policy(at, f"{policy}{DETERMINISTIC}", again, options)
+        for name, settings, levels in VARIANTS if first and native else ():
+            if again := [load for load in loads if load.level in levels]:
+                with own_stack(policy, options, settings) as at:
+                    points += run_policy(at, f"{policy}{name}", again, options)
     return points
 
 
@@ -289,7 +295,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     try:
         found = measure_floor(options)
-        points = measure_all(options, deterministic=found.native)
+        points = measure_all(options, native=found.native)
     except StackError as error:
         print(f"[bench] {error}", file=sys.stderr)
         return 1

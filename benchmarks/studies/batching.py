@@ -21,6 +21,7 @@ SMALL, LARGE = 8, 32
 SLOTS = 256
 # Name of the run, policy, batch of `static` or bound of the slots.
 Run = tuple[str, str, int]
+UNBOUND: Run = ("continuous", "fcfs", SLOTS)
 
 
 def equal_runs(batch: int) -> tuple[Run, Run]:
@@ -57,10 +58,14 @@ def measure(bench: Bench, batch: int, *, unbound: bool) -> Iterator[Row]:
     """Both policies with that batch; `unbound` adds continuous batching with all slots."""
     runs: tuple[Run, ...] = equal_runs(batch)
     if unbound and not bench.quick:
-        runs = (*runs, ("continuous", "fcfs", SLOTS))
+        runs = (*runs, UNBOUND)
     count, most = (QUICK_REQUESTS, QUICK_MAX_OUTPUT) if bench.quick else (NUM_REQUESTS, MAX_OUTPUT)
     mean = most / 4 if bench.quick else MEAN_OUTPUT
-    work = exponential_jobs(count, mean=mean, most=most, seed=SEED)
+    yield from measure_runs(bench, runs, exponential_jobs(count, mean=mean, most=most, seed=SEED))
+
+
+def measure_runs(bench: Bench, runs: Sequence[Run], work: Sequence[Job]) -> Iterator[Row]:
+    """The same requests with each of the runs."""
     for label, policy, size in runs:
         settings: dict[str, object] = {
             "scheduling_policy": policy,

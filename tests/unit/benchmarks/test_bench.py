@@ -36,9 +36,9 @@ def test_every_part_runs_and_every_goal_stands_in_one_table(
 ) -> None:
     assert bench.main([]) == 3
     modules = [command[2] for command in ran]
-    assert modules == ["benchmarks.serving", "benchmarks.gateway", "benchmarks.start"]
+    assert modules == [f"benchmarks.{part}" for part in ("serving", "batching", "gateway", "start")]
     table = capsys.readouterr().out
-    assert table.count(GAP.meaning) == 2
+    assert table.count(GAP.meaning) == 3
     (line,) = (line for line in table.splitlines() if THROUGHPUT.meaning in line)
     assert [cell.strip() for cell in line.split("|")][2:8] == [
         "at least 460", "0.50", "230", "100", "tok/s", "missed",
@@ -48,8 +48,9 @@ def test_every_part_runs_and_every_goal_stands_in_one_table(
 def test_a_quick_run_is_quick_in_each_part(ran: list[list[str]]) -> None:
     bench.main(["--quick"])
     assert ran[0][3:] == ["--quick"]
-    assert ran[1][-2:] == ["--seconds", "5"]
-    assert ran[2][-2:] == ["--starts", "1"]
+    assert ran[1][-1] == "--quick"
+    assert ran[2][-2:] == ["--seconds", "5"]
+    assert ran[3][-2:] == ["--starts", "1"]
 
 
 def test_a_part_without_figures_is_named_below_the_goals(

@@ -102,7 +102,8 @@ def test_verdicts_are_by_the_scaled_goals() -> None:
     alone = dataclasses.replace(POINT, level=1, gap_p50_ms=70.0)
     other = dataclasses.replace(POINT, policy="static", output_tokens_per_s=1.0)
     long = dataclasses.replace(POINT, long=True, output_tokens_per_s=76.0)
-    found = goals.verdicts(FLOOR, [other, long, POINT, alone], "fcfs")
+    eight = dataclasses.replace(alone, policy="fcfs, int8", gap_p50_ms=21.0)
+    found = goals.verdicts(FLOOR, [other, eight, long, POINT, alone], "fcfs")
     assert {of.goal.meaning: (of.found, of.text) for of in found} == {
         goals.THROUGHPUT.meaning: (120.0, "missed"),
         goals.CEILING.meaning: (0.6, "missed"),
@@ -110,6 +111,7 @@ def test_verdicts_are_by_the_scaled_goals() -> None:
         goals.GAP_MANY.meaning: (50.0, "met"),
         goals.GAP_MANY_P99.meaning: (90.0, "met"),
         goals.GAP.meaning: (70.0, "missed"),
+        goals.GAP_QUANTIZED.meaning: (21.0, "met"),
         goals.FIRST.meaning: (100.0, "met"),
         goals.ATTENTION.meaning: (9.0, "met"),
         goals.OUTSIDE.meaning: (4.5, "missed"),
