@@ -67,7 +67,7 @@ CATALOGUE: tuple[Setting, ...] = (
     _s(SCHEDULER, "worker_grace_s", number(0.1, 60), 1.0, "s", "broken session before loss"),
     _s(SCHEDULER, "worker_wait_s", number(0, 3600), 30.0, "s", "no worker before 503"),
     _s(SCHEDULER, "prefill_chunk_tokens", integer(0, _BIG), 0, "tokens, 0: none", "chunk limit"),
-    _s(SCHEDULER, "max_prefill_gap_ms", number(0, 60_000), 0.0, "ms, 0: any", "of decodes"),
+    _s(SCHEDULER, "max_prefill_gap_ms", number(0, 60_000), 200.0, "ms, 0: any", "of decodes"),
     _s(SCHEDULER, "trace_dir", text, "", "", "traces for replay, with prompts; empty: none"),
     _s(SCHEDULER, "trace_max_mib", integer(1, 65536), 256, "MiB", "a trace ends there"),
     _s(SCHEDULER, "priority_ageing_s", number(0, 86400), 30.0, "s, 0: strict", "worth of a class"),

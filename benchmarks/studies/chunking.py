@@ -22,8 +22,8 @@ QUICK_DECODES, QUICK_LONG, QUICK_LONG_TOKENS = 4, 1, 1_024
 # More than any stream gets through; it is cut when the last long prompt has its answer.
 DECODE_TOKENS, LONG_OUTPUT, CALM_S = 4_000, 4, 3.0
 RUNS: tuple[tuple[str, dict[str, object]], ...] = (
-    ("off", {"max_num_batched_tokens": LONG_TOKENS + 2 * NUM_DECODES}),
-    ("on", {}),
+    ("off", {"max_num_batched_tokens": LONG_TOKENS + 2 * NUM_DECODES, "max_prefill_gap_ms": 0}),
+    ("on", {"max_prefill_gap_ms": 0}),
     ("on, gap 200 ms", {"max_prefill_gap_ms": 200}),
 )
 

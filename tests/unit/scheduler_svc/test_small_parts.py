@@ -47,6 +47,13 @@ def test_settings_become_the_cores_configuration() -> None:
     assert (core.max_prefill_gap_ns, core.priority_ageing_ns) == (2_500_000, 500_000_000)
 
 
+def test_running_streams_are_spared_unless_it_is_set_otherwise() -> None:
+    """A step with decodes takes 200 ms at most, as far as its cost is known."""
+    assert settings.load([], {}).core_config().max_prefill_gap_ns == 200_000_000
+    unbound = settings.load([], {"QUIRE_MAX_PREFILL_GAP_MS": "0"})
+    assert unbound.core_config().max_prefill_gap_ns == 0
+
+
 def test_equal_models_hash_equally_and_others_do_not() -> None:
     def key(name: str) -> bytes:
         return settings.load([], {"QUIRE_SERVED_MODEL_NAME": name}).core_config().hash_key
