@@ -36,6 +36,8 @@ OTHER = "other gateway"
 MAX_STEPS_TO_END = 4000
 # 0 is adapted, to times that are as different as can be.
 DEPTHS = [1, 2, 4, 8, 0]
+# Of these with the quick tests; all are in CI.
+QUICK = {2, 0}
 # Eight tokens, two blocks, cost as much as swapping three blocks out and in.
 COSTS: dict[str, Any] = {"token_us": 3.0, "swap_gb_per_s": 1.0}
 # How many operations a step names done: with 99 all.
@@ -373,7 +375,10 @@ SETTINGS = settings(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    "depth",
+    [depth if depth in QUICK else pytest.param(depth, marks=pytest.mark.slow) for depth in DEPTHS],
+)
 def test_any_order_of_events(depth: int) -> None:
     run_state_machine_as_test(
         machine(depth),

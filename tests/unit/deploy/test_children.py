@@ -168,7 +168,14 @@ def api() -> Any:
 
 @pytest.mark.parametrize("keyed", [True, False])
 @pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("make", [examples.curl, examples.one_liner, examples.openai_sdk])
+@pytest.mark.parametrize(
+    "make",
+    [
+        examples.curl,
+        examples.one_liner,
+        pytest.param(examples.openai_sdk, marks=pytest.mark.slow),
+    ],
+)
 def test_each_printed_example_works_as_printed(
     api: Any, make: Any, chat: bool, keyed: bool
 ) -> None:
