@@ -23,6 +23,7 @@ import math
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from benchmarks.gateway.streams import (
 )
 from benchmarks.goals import Goal, Verdict
 from benchmarks.measure import percentile
-from benchmarks.stack import Stack, StackError, cpu_seconds
+from benchmarks.stack import START_S, Stack, StackError, cpu_seconds
 
 MODEL = "bench"
 BARE = "libraries alone"
@@ -228,9 +229,13 @@ def _part(*argv: str) -> Iterator[tuple[int, int]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
+            # The line ends when the process does.
+            too_late = threading.Timer(START_S, process.kill)
+            too_late.start()
             told = process.stdout.readline()
+            too_late.cancel()
             if not told:
-                raise StackError(f"{' '.join(argv)} did not start")
+                raise StackError(f"{' '.join(argv)} did not start within {START_S:.0f} s")
             yield process.pid, int(told)
         finally:
             process.kill()

@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from benchmarks.gateway import __main__ as bench
 from benchmarks.gateway import worker
 from benchmarks.gateway.streams import Arrivals, Reader, StreamError, arrivals, read
+from benchmarks.stack import StackError
 from gpu_worker.messages import Subscribe, TokenBatch
 from gpu_worker.ports import CacheGroupSpec, RunnerInfo, SamplingSpec, ScheduledRow
 from servicekit import logs
@@ -217,3 +220,12 @@ def test_goals_are_scaled_by_what_a_chunk_takes_today() -> None:
 def test_every_heading_has_its_cell() -> None:
     nothing = bench.reading(bench.FAST, [window(stream(), range(10))], {})
     assert len(bench.row(nothing)) == len(bench.HEADINGS)
+
+
+def test_a_part_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    mute = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(mute, **options))
+    monkeypatch.setattr(bench, "START_S", 0.2)
+    with pytest.raises(StackError, match="source did not start within"), bench._part("source"):
+        pass
