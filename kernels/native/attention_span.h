@@ -15,7 +15,8 @@
 // same bits in a decode and in any chunk of a prefill.
 //
 // Memory is what a decode waits for, so every key and value is asked for kAhead keys before it is
-// used, a few lines at a time: many at once would hold up everything else.
+// used, a few lines at a time: many at once would hold up everything else. It is asked for in the
+// order in which it lies in memory, also where the arithmetic takes parts of many values in turn.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -27,7 +28,7 @@ namespace quire {
 
 constexpr int64_t kSpan = 256;     // keys; a multiple of kLanes
 constexpr int64_t kAhead = 32;     // keys; also those whose values are weighed while they are near
-constexpr int64_t kTileRows = 32;  // query rows of a tile, unless one token has more heads
+constexpr int64_t kTileRows = 48;  // query rows of a tile, unless one token has more heads
 constexpr int64_t kAtOnce = kRegister;            // keys that are scored at once
 constexpr int kScored = kRegisters == 16 ? 3 : 6;  // query rows likewise
 constexpr int kWeighed = 6;                        // query rows that are weighed at once
@@ -67,6 +68,7 @@ inline void ask(const void* row, int64_t dim) {
 // The quads of kAtOnce keys where they stand in the cache.
 template <class T>
 struct InPlace {
+  static constexpr bool kAsks = true;
   const void* const* rows;
   Register at(int64_t d, int c) const { return quads_of<T>(rows + c, d); }
   void ask_ahead(int64_t i, int64_t dim) const { ask<T>(rows[kAhead + i], dim); }
@@ -74,9 +76,9 @@ struct InPlace {
 
 // The same, laid side by side for many query rows.
 struct Packed {
+  static constexpr bool kAsks = false;  // pack has done so
   const float* from;
   Register at(int64_t d, int c) const { return load_register(from + d * kAtOnce + c * kRegister); }
-  void ask_ahead(int64_t, int64_t) const {}
 };
 
 template <class T>
@@ -104,8 +106,10 @@ void score(const float* q, int64_t wide, const Keys& keys, float factor, float* 
     QUIRE_UNROLL for (int c = 0; c < 4; c++) s[r][c] = register_of(0.0f);
   }
   int64_t asked = 0;
-  for (int64_t d = 0; d < wide; d += 4) {
-    for (; asked * wide <= d * kAtOnce; asked++) keys.ask_ahead(asked, wide);
+  _Pragma("GCC unroll 4") for (int64_t d = 0; d < wide; d += 4) {
+    if constexpr (Keys::kAsks) {
+      for (; asked * wide <= d * kAtOnce; asked++) keys.ask_ahead(asked, wide);
+    }
     Register of[R];
     QUIRE_UNROLL for (int r = 0; r < R; r++) of[r] = splat_quad(q + r * wide + d);
     QUIRE_UNROLL for (int c = 0; c < 4; c++) {
@@ -126,9 +130,10 @@ constexpr int at_once() {
   return R == 1 ? 8 : R <= 3 ? 4 : 2;
 }
 
-// acc[r][..] += p[r][n] v[n][d ..] for R rows, W registers, keys begin .. end in order. What is
-// needed kAhead keys later is asked for.
-template <int R, int W, class T>
+// acc[r][..] += p[r][n] v[n][d ..] for R rows, W registers, keys begin .. end in order. Where it is
+// to ask for the values kAhead keys later, this share of a row's width asks for as large a share
+// of them, one after the other.
+template <int R, int W, bool kAsks, class T>
 void weigh(float* acc, int64_t wide, const float* p, const void* const* values, int64_t d,
            int64_t begin, int64_t end) {
   Register a[R][W];
@@ -136,10 +141,17 @@ void weigh(float* acc, int64_t wide, const float* p, const void* const* values, 
     const float* from = acc + r * wide + d;
     QUIRE_UNROLL for (int w = 0; w < W; w++) a[r][w] = load_register(from + w * kRegister);
   }
+  const int64_t before = d * (end - begin);
+  const void* const* asked = values + begin + kAhead + before / wide;
+  int64_t part = before % wide;
   for (int64_t n = begin; n < end; n++) {
     const T* from = static_cast<const T*>(values[n]) + d;
-    const T* later = static_cast<const T*>(values[n + kAhead]) + d;
-    for (int64_t i = 0; i < W * kRegister; i += 64 / sizeof(T)) __builtin_prefetch(later + i);
+    if constexpr (kAsks) {
+      const T* later = static_cast<const T*>(*asked) + part;
+      for (int64_t i = 0; i < W * kRegister; i += 64 / sizeof(T)) __builtin_prefetch(later + i);
+      part += W * kRegister;
+      if (part >= wide) part -= wide, asked++;
+    }
     if constexpr (R > W) {  // whichever of the two takes fewer registers is held
       Register v[W];
       QUIRE_UNROLL for (int w = 0; w < W; w++) v[w] = load_register(from + w * kRegister);
@@ -163,15 +175,30 @@ void weigh(float* acc, int64_t wide, const float* p, const void* const* values, 
 }
 
 // All of a row's vectors, widest first.
-template <int R, class T>
+template <int R, bool kAsks, class T>
 void weigh_rows(float* acc, int64_t wide, const float* p, const void* const* values, int64_t begin,
                 int64_t end) {
   constexpr int W = at_once<R>(), kLeast = kLanes / kRegister;
   int64_t d = 0;
   for (; d + W * kRegister <= wide; d += W * kRegister) {
-    weigh<R, W, T>(acc, wide, p, values, d, begin, end);
+    weigh<R, W, kAsks, T>(acc, wide, p, values, d, begin, end);
   }
-  for (; d < wide; d += kLanes) weigh<R, kLeast, T>(acc, wide, p, values, d, begin, end);
+  for (; d < wide; d += kLanes) {
+    weigh<R, kLeast, kAsks, T>(acc, wide, p, values, d, begin, end);
+  }
+}
+
+template <bool kAsks, class T>
+void weigh_any(int64_t rows, float* acc, int64_t wide, const float* p, const void* const* values,
+               int64_t begin, int64_t end) {
+  switch (rows) {
+    case 1: weigh_rows<1, kAsks, T>(acc, wide, p, values, begin, end); break;
+    case 2: weigh_rows<2, kAsks, T>(acc, wide, p, values, begin, end); break;
+    case 3: weigh_rows<3, kAsks, T>(acc, wide, p, values, begin, end); break;
+    case 4: weigh_rows<4, kAsks, T>(acc, wide, p, values, begin, end); break;
+    case 5: weigh_rows<5, kAsks, T>(acc, wide, p, values, begin, end); break;
+    default: weigh_rows<6, kAsks, T>(acc, wide, p, values, begin, end); break;
+  }
 }
 
 // -inf outside begin .. end of a row's scores, then its weights, top and total.
@@ -243,13 +270,10 @@ void weigh_tile(const Tile& tile, const AttentionCall& call, int64_t wide, int64
       const float* p = scratch.scores.data() + m * kSpan;
       const void* const* v = scratch.values.data();
       float* to = acc + m * wide;
-      switch (r) {
-        case 1: weigh_rows<1, T>(to, wide, p, v, first, last); break;
-        case 2: weigh_rows<2, T>(to, wide, p, v, first, last); break;
-        case 3: weigh_rows<3, T>(to, wide, p, v, first, last); break;
-        case 4: weigh_rows<4, T>(to, wide, p, v, first, last); break;
-        case 5: weigh_rows<5, T>(to, wide, p, v, first, last); break;
-        default: weigh_rows<6, T>(to, wide, p, v, first, last); break;
+      if (m == 0) {  // the other rows find the values near
+        weigh_any<true, T>(r, to, wide, p, v, first, last);
+      } else {
+        weigh_any<false, T>(r, to, wide, p, v, first, last);
       }
     }
   }
