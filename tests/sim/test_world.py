@@ -77,6 +77,21 @@ def test_a_slow_step_has_ended_before_anything_is_called_left_over() -> None:
     assert longest_s * max(SLOWNESS) < SETTLED_S - 2.0
 
 
+async def _a_gateway_goes_late(world: World) -> None:
+    """Some seconds after everything else has come to rest."""
+    began_s = world.loop.time()
+    world.loop.call_later(SETTLED_S / 2, setattr, world, "gateways_have_gone", True)
+    await world._until(
+        lambda: world.loop.time() > began_s + SETTLED_S + 3.0, world._settled_s, lambda: "late"
+    )
+
+
+def test_what_a_gateway_leaves_that_goes_late_has_time_to_be_forgotten() -> None:
+    # Seed 1284: it was drained, and gone 0.2 s after the last answer had ended.
+    outcome = played(_a_gateway_goes_late)
+    assert outcome.rule == "", outcome.detail
+
+
 def test_a_seed_that_tests_too_little_is_a_problem() -> None:
     """And so is a kind of fault that never took effect."""
     assert problem(Outcome(seed=1, num_requests=50), Options()) is not None
