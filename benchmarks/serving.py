@@ -194,13 +194,16 @@ def own_stack(
 def measure_all(options: argparse.Namespace, *, native: bool) -> list[Point]:
     """Every policy; the Poisson rates of all are those found for the first.
 
-    The first one is measured with sampled requests too and, with `native` kernels, in each variant.
+    A running gateway gets closed loops, long prompts and Poisson arrivals. Of own stacks the first
+    is measured with sampled requests too and, with `native` kernels, in each variant.
     """
     if options.base_url:
         client, model = target.running(options.base_url)
         at = Target(client=client, model=model, metrics_url=options.scheduler_metrics)
-        closed = run_policy(at, "running", closed_loads(options), options)
-        return closed + run_policy(at, "running", poisson_loads(options, closed), options)
+        loads = closed_loads(options)
+        closed = run_policy(at, "running", loads, options)
+        more = [*([] if options.quick else long_loads(loads)), *poisson_loads(options, closed)]
+        return closed + run_policy(at, "running", more, options)
     points: list[Point] = []
     open_loads: list[Load] = []
     loads = closed_loads(options)
