@@ -32,6 +32,7 @@ from benchmarks.workload import Job, Shape, jobs
 
 CONCURRENCY = (1, 8, 32, 64)
 QUICK_CONCURRENCY = (1, 32)
+MANY = 32  # closed-loop clients; more of them send two requests each instead of four
 SAMPLED_AT = (32,)  # clients of the loads that are sampled as well
 LONG_AT = (32,)  # and of those that are also sent with prompts of LONG, a request a client
 LONG = Shape(prompt=(256, 768))
@@ -122,13 +123,16 @@ def run_policy(
 
 
 def closed_loads(options: argparse.Namespace) -> list[Load]:
-    """Twice as many requests as clients and at least four; the quick form has one a client."""
+    """Four requests a client, two where they are many; the quick form has one.
+
+    The first and the last one of each client meet an emptier batch: of two that is most of a load.
+    """
     levels = options.concurrency or (QUICK_CONCURRENCY if options.quick else CONCURRENCY)
-    factor, least = (1, 1) if options.quick else (2, 4)
-    return [
-        Load(kind="closed", level=level, num_requests=max(least, int(factor * level)))
-        for level in levels
-    ]
+
+    def each(level: int) -> int:
+        return 1 if options.quick else 4 if level <= MANY else 2
+
+    return [Load(kind="closed", level=n, num_requests=each(n) * n) for n in levels]
 
 
 def sampled_loads(loads: Sequence[Load]) -> list[Load]:

@@ -35,6 +35,14 @@ TICK_S = 10.0
 CPU_SIZES = "about 0.6 GB of packages to download, 2.3 GB on disk"
 CUDA_SIZES = "about 2.7 GB more to download for CUDA, 6 GB more on disk"
 CPU_DISK_GIB, CUDA_DISK_GIB, MODEL_DISK_GIB = 3.0, 9.0, 1.0
+IMPORTED = (
+    "torch",
+    "triton",
+    "transformers.models.llama.modeling_llama",
+    "gpu_worker.runner",
+    "gateway.app",
+    "scheduler_svc.app",
+)
 _CUDA_NAME = re.compile(r"^(nvidia|cuda)[-_]", re.IGNORECASE)
 
 
@@ -162,21 +170,30 @@ def install(torch_index: str) -> None:
     version = lock_lines(RUNTIME)[TORCH]
     cuda = choose_torch(version, torch_index)
     say("installing torch (step 1 of 3)")
-    # Without compiling: most of it is never imported, and what is compiles at its first import.
+    # Without compiling: most of it is never imported, and what is compiles when that is checked.
     quick = ("install", "--no-deps", "--no-compile")
     pip(*quick, *index_options(torch_index), f"{TORCH}=={version}")
     say("installing the other packages (step 2 of 3)")
     locks = [RUNTIME, TOOLS, *([CUDA] if cuda else [])]
     pip(*quick, *(part for name in locks for part in ("-r", name)))
-    say("checking that torch imports (step 3 of 3)")
+    say("checking that torch and the services import (step 3 of 3)")
     write_paths()
-    check = "import torch, triton; print('[setup] torch', torch.__version__, 'imports')"
-    if subprocess.run([str(PYTHON), "-c", check], check=False).returncode != 0:
-        raise SetupError("torch does not import; the message stands above")
+    check_imports()
     unfinished = VENV / (MARK + ".new")
     unfinished.write_text(json.dumps(wanted_stamp(torch_index), indent=1) + "\n")
     unfinished.replace(VENV / MARK)
     say(f"done in {time.monotonic() - started:.0f} s")
+
+
+def check_imports() -> None:
+    """What serving imports, whose bytecode is kept whatever the caller's environment says of it.
+
+    Without it each start compiles torch and transformers anew, for seconds. Raises SetupError.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [str(PYTHON), "-c", f"import {', '.join(IMPORTED)}"]
+    if subprocess.run(command, check=False, cwd=ROOT, env=kept).returncode != 0:
+        raise SetupError("torch or a service does not import; the message stands above")
 
 
 def build_native() -> None:

@@ -166,3 +166,12 @@ def test_long_prompts_are_sent_once_a_client() -> None:
     (long,) = serving.long_loads(loads)
     assert (long.level, long.num_requests, long.label) == (32, 32, "closed 32 long")
     assert serving.LONG.prompt == (256, 768)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "requests"),
+    [([], [4, 32, 128, 128]), (["--quick"], [1, 32]), (["--concurrency", "2", "33"], [8, 66])],
+)
+def test_clients_send_several_requests_each(arguments: list[str], requests: list[int]) -> None:
+    loads = serving.closed_loads(serving.parse(arguments))
+    assert [load.num_requests for load in loads] == requests

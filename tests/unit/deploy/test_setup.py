@@ -81,6 +81,28 @@ def test_an_unfinished_environment_is_made_anew(monkeypatch: pytest.MonkeyPatch)
     assert commands == [[sys.executable, "-m", "venv", str(setup.VENV)]]
 
 
+def test_what_serving_imports_keeps_its_bytecode(
+    clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each start would compile it anew."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(setup, "PYTHON", sys.executable)
+    monkeypatch.setattr(setup, "IMPORTED", ("probe",))
+    (clone / "probe.py").write_text("VALUE = 1\n")
+    setup.check_imports()
+    assert list((clone / "__pycache__").glob("probe.*.pyc"))
+
+
+def test_what_does_not_import_is_no_finished_environment(
+    clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "PYTHON", sys.executable)
+    monkeypatch.setattr(setup, "IMPORTED", ("probe",))
+    (clone / "probe.py").write_text("raise ImportError\n")
+    with pytest.raises(setup.SetupError, match="does not import"):
+        setup.check_imports()
+
+
 def test_index_options(tmp_path: Path) -> None:
     """An address or a folder; for torch alone."""
     assert setup.index_options("") == []
