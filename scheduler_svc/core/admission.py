@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from scheduler_svc.core import fork, plan_size, planner, policy, suspects
 from scheduler_svc.core.account import Overtakes, Wait
 from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.elsewhere import Elsewhere
 from scheduler_svc.core.fork import Fork
 from scheduler_svc.core.lifecycle import Move
 from scheduler_svc.core.planner import Placement, StepBudget
@@ -62,6 +63,8 @@ class _Fill:
     seeks_emptiest: bool = False
     # A suspect is tried on the worker, or waits for that.
     is_closed: bool = False
+    # Not with `static`, where a worker may take none for more than one reason.
+    elsewhere: Elsewhere | None = None
 
 
 class Admission:
@@ -122,6 +125,8 @@ class Admission:
             return
         several = len(self._workers) > 1 and len(self._waiting) > 1
         fill = _Fill(worker=worker, budget=budget, now_ns=now_ns, most=most, seeks_emptiest=several)
+        if several and not self._is_static:
+            fill.elsewhere = Elsewhere(worker, self._workers, self._config, self._sharing)
         for request in self._waiting.in_turn(fill.left):
             if not self._goes_on(fill, request):
                 break
@@ -140,7 +145,7 @@ class Admission:
             and not fill.is_closed
             and fill.most_skips < self._config.max_skips
             and len(fill.admitted) < fill.most
-            and self._is_open(worker, fill.budget)
+            and (not fill.admitted or self._is_open(worker, fill.budget))
             and not (worker.swap.swapped and self.is_barred(worker, request))
             and (
                 not self._is_fair
@@ -168,7 +173,7 @@ class Admission:
             workers = [worker]
         elif len(self._workers) == 1:
             workers = [worker]
-        elif self._is_dearer_here(worker, request):
+        elif self._is_dearer_here(fill, request):
             workers = []
         else:
             workers = self._open_to(request, worker)
@@ -196,23 +201,27 @@ class Admission:
         fill.num_left += 1
         fill.left[request.tenant] = fill.left.get(request.tenant, 0) + 1
         fill.least = min(fill.least, request.tenant.counter)
-        request.waits.turn_to(reason, fill.now_ns, self.overtaken_ns(request))
+        if request.waits.reason is not reason:
+            request.waits.turn_to(reason, fill.now_ns, self.overtaken_ns(request))
 
-    def _is_dearer_here(self, worker: WorkerState, request: Request) -> bool:
+    def _is_dearer_here(self, fill: _Fill, request: Request) -> bool:
         """Whether the request still goes to where it would have gone at the last look.
 
         Two matches instead of one with each worker, in the plan of each. An answer of no room can't
         stand: it would have come after that look, and have forgotten it.
         """
-        other = None if request.cheapest_at is None else self._workers.get(request.cheapest_at)
+        worker, name = fill.worker, request.cheapest_at
+        other = None if name is None else self._workers.get(name)
         if other is None or other is worker or request.sample_group:
             return False
+        if fill.elsewhere is not None and fill.elsewhere.keeps(request):
+            return True
         if request.held_for in worker.coming or not self._is_open_to(other, request):
             return False
-        match, there = self._sharing.match, planner.NO_ROOM
-        if planner.has_room(other, self._config):
-            there = planner.cost_at(request, other, match)
-        return there < planner.cost_at(request, worker, match)
+        if not planner.has_room(other, self._config):
+            return False
+        there = planner.cost_at(request, other, self._sharing)
+        return there < planner.cost_at(request, worker, self._sharing)
 
     def _is_open_to(self, worker: WorkerState, request: Request) -> bool:
         """Whether the worker could take the request in its own next step."""
@@ -228,8 +237,7 @@ class Admission:
 
     def _open_to(self, request: Request, planning: WorkerState) -> list[WorkerState]:
         """Workers that could take the request: that whose step is planned, and others."""
-        workers = self._workers.values()
-        return [w for w in workers if w is planning or self._is_open_to(w, request)]
+        return [w for w in self._workers.values() if w is planning or self._is_open_to(w, request)]
 
     def _find_placement(
         self, fill: _Fill, request: Request, workers: list[WorkerState]
@@ -253,15 +261,14 @@ class Admission:
             request.num_holds += 1
             return None, Wait.HELD_BACK
         if fill.seeks_emptiest:
-            fill.emptiest, fill.seeks_emptiest = self._emptiest_but(fill.worker), False
+            fill.emptiest = planner.emptiest_but(fill.worker, self._workers.values(), config)
+            fill.seeks_emptiest = False
         other = fill.emptiest
         if other in workers and planner.is_better(other, fill.worker, request):
             return None, Wait.TURN
         if request.had_no_room_at is not None and request.had_no_room_at == _changes(workers):
             return None, Wait.BLOCKS
-        placement = planner.find_placement(
-            request, workers, config, self._sharing.match, fill.worker
-        )
+        placement = planner.find_placement(request, workers, config, self._sharing, fill.worker)
         request.cheapest_at = None
         if placement is None:
             request.had_no_room_at = _changes(workers)
@@ -270,15 +277,6 @@ class Admission:
         if placement.worker is not fill.worker:
             request.cheapest_at = placement.worker.worker_id
         return placement, Wait.TURN
-
-    def _emptiest_but(self, worker: WorkerState) -> WorkerState | None:
-        """So that of many that wait not each is matched with all workers, in the plan of each."""
-        others = [
-            other
-            for other in self._workers.values()
-            if other is not worker and not other.draining and planner.has_room(other, self._config)
-        ]
-        return min(others, key=planner.load, default=None)
 
     def _waits_to_fork(self, request: Request, found: Fork) -> bool:
         """Whether the request waits for the fork: for its source, or for the turn of its worker.
@@ -332,6 +330,8 @@ class Admission:
         blocks = placement.shared + fresh
         self.seat(request, worker, blocks=blocks, num_computed=num_cached, now_ns=fill.now_ns)
         fill.budget.take(request.slot, num_uncached)
+        if fill.elsewhere is not None:
+            fill.elsewhere.admitted()
         fill.is_closed = request.is_suspect
         fill.admitted.append(request)
         for skipped in fill.passed:

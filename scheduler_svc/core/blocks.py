@@ -106,6 +106,10 @@ class BlockPool:
             parent = name
         return PrefixMatch(blocks=found, stop=stop)
 
+    def has(self, name: BlockHash) -> bool:
+        """Whether a block has this name."""
+        return name in self._index
+
     def why_missing(self, name: BlockHash) -> PrefixStop | None:
         """Why no block has this name; None if one has."""
         if name in self._index:

@@ -40,7 +40,7 @@ _MOST_STEPS = 3
 _IDLE_UP_US, _IDLE_DOWN_US, _MOST_OWN_IDLE_US = 2, 6, 200
 _FREE_IDLE_US = 50
 # Timers are no finer: what is due so soon is due now.
-_TIMER_NS = 1_000_000
+TIMER_NS = 1_000_000
 # k falls if that share of a step was to spare in so many results in a row.
 _SPARE = 0.25
 _NUM_SPARE = 32
@@ -69,7 +69,8 @@ class Depth:
     def may_plan(self, now_ns: int, in_flight: Sequence[StepInFlight]) -> bool:
         """Whether a plan may go out now. Says in held_until_ns what to wait for.
 
-        Need not be asked while k are in flight.
+        Need not be asked while k are in flight, nor again before that is TIMER_NS away, as long as
+        nothing has been planned or has returned and something is in flight.
         """
         self.held_until_ns = None
         if len(in_flight) >= self.k:
@@ -77,7 +78,7 @@ class Depth:
         if not self.adapts or not in_flight or self._num_results < _MIN_RESULTS:
             return True
         due_ns = self._last_end_ns - int(1000 * (self.round_trip_us + self._lead_us))
-        if due_ns - now_ns <= _TIMER_NS:
+        if due_ns - now_ns <= TIMER_NS:
             return True
         self.held_until_ns = due_ns
         return False

@@ -6,15 +6,15 @@ leaves, and no more than the decodes of the step may wait for. Nothing is admitt
 which running requests lacked blocks.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from scheduler_svc.core import policy, suspects
-from scheduler_svc.core.blocks import PrefixMatch
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.ready import StepPlan
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Column, column
+from scheduler_svc.core.sharing import PrefixSharing
 from scheduler_svc.core.types import BlockId, PrefixStop
 from scheduler_svc.core.value import value
 from scheduler_svc.core.worker_state import WorkerState
@@ -54,7 +54,6 @@ class Placement:
     num_new: int
     stop: PrefixStop | None = None
     source: Request | None = None
-    cost: int = 0
 
 
 def plan_step(
@@ -165,65 +164,78 @@ def find_placement(
     request: Request,
     workers: Sequence[WorkerState],
     config: CoreConfig,
-    match: Callable[[Request, WorkerState], PrefixMatch],
+    sharing: PrefixSharing,
     planning: WorkerState,
 ) -> Placement | None:
     """The cheapest worker that has room for the whole request now; None if none has.
 
     Among equals the one whose step is planned, which is one of them: it can have the request at
     once. Room is a free slot, and blocks for all known tokens above the watermark. Workers that
-    are dearer whatever they have cached are matched only if that is the answer, for its `stop`.
+    are dearer whatever they have cached are matched only if that is the answer, for its `stop`;
+    those that have nothing cached, of many mostly all, not at all.
     """
-    best: Placement | None = None
-    most_cached = 0
-    dearer: list[WorkerState] = []
-    for place, worker in enumerate((planning, *workers)):
-        if place > 0:
-            if worker is planning:
-                continue
-            if best is not None and load(worker, 1) >= best.cost:
-                dearer.append(worker)
-                continue
-            # That there is room on the one whose step is planned has been seen before.
-            if not has_room(worker, config):
-                continue
-        found = match(request, worker)
-        cached, pool = found.blocks, worker.pool
-        num_cached = len(cached) * worker.capacity.block_size
-        most_cached = max(most_cached, num_cached)
-        num_new = worker.blocks_for(len(request.token_ids)) - len(cached)
-        spare = pool.num_free - num_new - (pool.num_free_among(cached) if cached else 0)
-        if spare < worker.watermark:
+    num_tokens, dearer = len(request.token_ids), list[WorkerState]()
+    found = sharing.match(request, planning)
+    shared, stop = found.blocks, found.stop
+    num_cached = most_cached = len(shared) * planning.capacity.block_size
+    num_new = planning.blocks_for(num_tokens) - len(shared)
+    best, best_cost = None, NO_ROOM
+    # That there is a seat on the one whose step is planned has been seen before.
+    num_kept = planning.pool.num_free_among(shared) if shared else 0
+    if planning.pool.num_free - num_new - num_kept >= planning.watermark:
+        best, best_cost = planning, 0
+        if len(workers) > 1:
+            best_cost = load(planning, num_tokens - num_cached)
+    for worker in workers:
+        if worker is planning:
             continue
-        cost = load(worker, len(request.token_ids) - num_cached) if len(workers) > 1 else 0
-        if best is None or cost < best.cost:
-            best = Placement(
-                worker=worker,
-                shared=cached,
-                num_cached=num_cached,
-                num_new=num_new,
-                stop=found.stop,
-                cost=cost,
-            )
-    if best is None or best.worker is not planning:
-        return best
-    for worker in dearer:
-        if has_room(worker, config):
-            num_blocks = len(match(request, worker).blocks)
-            most_cached = max(most_cached, num_blocks * worker.capacity.block_size)
-    return replace(best, stop=PrefixStop.ELSEWHERE) if most_cached > best.num_cached else best
+        standing = load(worker)
+        if standing + 1 >= best_cost:
+            dearer.append(worker)
+            continue
+        is_cold = sharing.is_cold(request, worker)
+        if is_cold and standing + num_tokens >= best_cost:
+            continue
+        if not has_room(worker, config):
+            continue
+        cached = [] if is_cold else sharing.match(request, worker).blocks
+        num_there = len(cached) * worker.capacity.block_size
+        most_cached = max(most_cached, num_there)
+        cost = standing + num_tokens - num_there
+        if cost < best_cost and _spare(worker, num_tokens, cached) >= worker.watermark:
+            best, best_cost, shared, num_cached = worker, cost, cached, num_there
+            num_new = worker.blocks_for(num_tokens) - len(cached)
+    if best is None:
+        return None
+    if best is planning:
+        for worker in dearer:
+            if not sharing.is_cold(request, worker) and has_room(worker, config):
+                num_blocks = len(sharing.match(request, worker).blocks)
+                most_cached = max(most_cached, num_blocks * worker.capacity.block_size)
+    return Placement(
+        worker=best,
+        shared=shared,
+        num_cached=num_cached,
+        num_new=num_new,
+        stop=PrefixStop.ELSEWHERE if most_cached > num_cached else stop,
+    )
 
 
-def cost_at(
-    request: Request, worker: WorkerState, match: Callable[[Request, WorkerState], PrefixMatch]
-) -> float:
+def cost_at(request: Request, worker: WorkerState, sharing: PrefixSharing) -> float:
     """What find_placement compares; NO_ROOM if there are too few blocks."""
-    num_tokens, pool, cached = len(request.token_ids), worker.pool, match(request, worker).blocks
-    num_new = worker.blocks_for(num_tokens) - len(cached)
-    spare = pool.num_free - num_new - (pool.num_free_among(cached) if cached else 0)
-    if spare < worker.watermark:
+    is_cold = sharing.is_cold(request, worker)
+    cached = [] if is_cold else sharing.match(request, worker).blocks
+    num_tokens = len(request.token_ids)
+    if _spare(worker, num_tokens, cached) < worker.watermark:
         return NO_ROOM
     return load(worker, num_tokens - len(cached) * worker.capacity.block_size)
+
+
+def _spare(worker: WorkerState, num_tokens: int, cached: Sequence[BlockId]) -> int:
+    """Blocks that stay free when so many tokens come, of which these blocks hold the first."""
+    pool = worker.pool
+    num_new = worker.blocks_for(num_tokens) - len(cached)
+    return pool.num_free - num_new - (pool.num_free_among(cached) if cached else 0)
 
 
 def is_better(worker: WorkerState, than: WorkerState, request: Request) -> bool:
@@ -233,18 +245,34 @@ def is_better(worker: WorkerState, than: WorkerState, request: Request) -> bool:
     return spare >= worker.watermark and load(worker, num_tokens) < load(than, num_uncached=1)
 
 
+def emptiest_but(
+    worker: WorkerState, workers: Iterable[WorkerState], config: CoreConfig
+) -> WorkerState | None:
+    """Of the others with room, the first that has least to do.
+
+    So that of many requests that wait not each is matched with all workers, in the plan of each.
+    """
+    best, least = None, NO_ROOM
+    for other in workers:
+        if (
+            (standing := load(other)) < least
+            and other is not worker
+            and not other.draining
+            and has_room(other, config)
+        ):
+            best, least = other, standing
+    return best
+
+
 def load(worker: WorkerState, num_uncached: int = 0) -> int:
     """What placement compares, for a request of which so many tokens are not cached there."""
-    return policy.placement_cost(
-        num_uncached=num_uncached,
-        num_pending=worker.num_pending_prefill + worker.num_tokens_in_flight,
-        num_running=len(worker.running),
-    )
+    num_pending = worker.num_pending_prefill + worker.num_tokens_in_flight
+    return policy.placement_cost(num_uncached, num_pending, len(worker.running))
 
 
 def has_room(worker: WorkerState, config: CoreConfig) -> bool:
     """Whether one more request, of one new block at least, may run on the worker."""
-    return num_free_seats(worker, config) > 0 and worker.pool.num_free > worker.watermark
+    return worker.pool.num_free > worker.watermark and num_free_seats(worker, config) > 0
 
 
 def has_seat(worker: WorkerState, config: CoreConfig) -> bool:

@@ -125,7 +125,7 @@ def return_margin(*, num_running: int, watermark: int) -> int:
     return max(num_running, watermark) if num_running else 0
 
 
-def placement_cost(*, num_uncached: int, num_pending: int, num_running: int) -> int:
+def placement_cost(num_uncached: int, num_pending: int, num_running: int) -> int:
     """Lower is better: tokens that would stand before the first token, plus decode load.
 
     num_pending are prefill tokens that no plan has, and all tokens of plans that have not returned:

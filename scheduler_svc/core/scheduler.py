@@ -17,6 +17,7 @@ from scheduler_svc.core.arrivals import new_request
 from scheduler_svc.core.attempts import AttemptMemory
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.deadlines import Deadlines
+from scheduler_svc.core.depth import TIMER_NS
 from scheduler_svc.core.events import (
     BecameLeader,
     Event,
@@ -62,21 +63,18 @@ class SchedulerCore:
         config.validate()
         self.config = config
         self.stats = CoreStats()
-        self._epoch = 0
-        self._now_ns = 0
+        self._epoch = self._now_ns = 0
         self._requests: dict[RequestId, Request] = {}
         is_fair = config.scheduling_policy == "fair"
         self._tenants = Tenants()
         self._waiting = WaitingQueue(self._tenants if is_fair else None)
         self._workers: dict[WorkerId, WorkerState] = {}
-        self._num_sessions = 0
-        self._num_arrivals = 0
+        self._num_sessions = self._num_arrivals = 0
         # Prompt and max_tokens of all requests that are held.
         self._num_total_tokens = 0
         # The highest step of all sessions that are over: later ones begin above it.
         self._last_step = 0
-        self._attempts = AttemptMemory()
-        self._deadlines = Deadlines()
+        self._attempts, self._deadlines = AttemptMemory(), Deadlines()
         self._finishes: list[Finish] = []
         self._ended = EndedRequests()
         self._discards: list[str] = []
@@ -158,11 +156,13 @@ class SchedulerCore:
         if self._spent:
             self._end_spent()
         steps: list[StepPlan] = []
+        soon_ns = self._now_ns + TIMER_NS
         for _ in range(2):
             self._has_yielded = False
             for worker in self._workers.values():
                 depth, in_flight = worker.depth, worker.in_flight
-                # Mostly of no worker but that whose result has come: no call for the others.
+                if (held_ns := depth.held_until_ns) is not None and in_flight and held_ns > soon_ns:
+                    continue  # mostly, and as may_plan would say again
                 while len(in_flight) < depth.k and depth.may_plan(self._now_ns, in_flight):
                     if not (worker.running or len(self._waiting) or worker.holds_or_tells):
                         break  # as plan_step would find, at more than that costs
@@ -457,7 +457,7 @@ class SchedulerCore:
     def _fill(self, worker: WorkerState, budget: StepBudget, is_short: bool) -> None:
         if worker.swap.swapped:
             self._preemptions.bring_back(worker, budget, self._now_ns, is_short=is_short)
-        if not is_short:
+        if not is_short and len(self._waiting):
             self._admission.fill(worker, budget, self._now_ns)
 
     def _preempt(self, worker: WorkerState, request: Request) -> None:
@@ -496,5 +496,5 @@ class SchedulerCore:
 
     def _wake_at_ns(self) -> int | None:
         wakes = [self._deadlines.next_ns(), self._admission.wake_at_ns(self._now_ns)]
-        wakes += [worker.depth.held_until_ns for worker in self._workers.values()]
+        wakes += [ns for w in self._workers.values() if (ns := w.depth.held_until_ns) is not None]
         return min(filter(None, wakes), default=None)

@@ -49,6 +49,15 @@ class PrefixSharing:
             lambda index: _tokens_of(request, size, index),
         )
 
+    def is_cold(self, request: Request, worker: WorkerState) -> bool:
+        """That `match` finds no block there is known without it; says nothing if False."""
+        names = request.block_hashes
+        return not self._enabled or (
+            bool(names)
+            and request.hashed_block_size == worker.capacity.block_size
+            and not worker.pool.has(names[0])
+        )
+
     def coming(self, request: Request, worker: WorkerState, num_cached: int) -> list[BlockHash]:
         """Names after the num_cached blocks of blocks that running requests are about to fill."""
         coming, names = worker.coming, request.block_hashes

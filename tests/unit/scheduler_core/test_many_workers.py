@@ -133,3 +133,43 @@ def test_a_worker_whose_plans_are_full_is_not_waited_for() -> None:
     shorts = [make_request(f"short-{n}", prompt=64, family=n, max_tokens=4) for n in range(3)]
     c.arrive_together(*shorts)
     assert [(plan.worker_id, len(plan.admits)) for plan in c.last.plans] == [("b", 3)]
+
+
+def two_busy_workers() -> Cluster:
+    """With steps in flight; `a` has more to do than `b`, by less than a prompt."""
+    c = Cluster(make_core(hash_key=b"k", max_inflight_steps=1))
+    for name, num_running in (("a", 2), ("b", 1)):
+        size = {"num_slots": 40, "num_blocks": 1000, "max_num_batched_tokens": 256}
+        c.begin(name, gateways=(GATEWAY, name), **size)
+        for number in range(num_running):
+            c.arrive(make_request(f"{name}{number}", gateway_id=name, prompt=9, max_tokens=400))
+            c.step(name)
+    return c
+
+
+def test_many_that_wait_for_another_worker_are_not_compared_in_each_plan() -> None:
+    """What is less to do there is less for each of them, while nothing of it is cached here."""
+    c = two_busy_workers()
+    waiting = [make_request(f"w{n}", prompt=PREFIX, family=n, max_tokens=4) for n in range(20)]
+    c.arrive_together(*waiting)
+    c.step("a")  # where each would go is found out
+    for _ in range(3):
+        assert calls_of(planner.cost_at, lambda: c.step("a")) == 0
+        assert [(plan.worker_id, plan.admits) for plan in c.last.plans] == [("a", ())]
+    c.step("b")
+    assert [(plan.worker_id, len(plan.admits) > 0) for plan in c.last.plans] == [("b", True)]
+
+
+def test_one_that_waits_for_another_worker_goes_where_its_prompt_has_come_to_be_cached() -> None:
+    c = two_busy_workers()
+    comes = make_request("comes", prompt=PREFIX, family=1, max_tokens=4)
+    c.arrive_together(comes, make_request("beside", prompt=PREFIX, family=2, max_tokens=4))
+    c.step("a")
+    c.arrive(make_request("same", gateway_id="a", prompt=PREFIX + 1, family=1, max_tokens=400))
+    c.step("a")
+    ((admit,),) = [plan.admits for plan in c.last.plans]
+    assert admit.request_id != comes.request_id
+    c.step("a")
+    ((admit,),) = [plan.admits for plan in c.last.plans]
+    assert admit.request_id == comes.request_id
+    assert admit.num_computed_tokens >= PREFIX - 16

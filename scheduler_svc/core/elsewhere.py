@@ -1,0 +1,85 @@
+"""Requests that wait for the next step of another worker, told by a few numbers.
+
+With many workers such a request is looked at in the plan of each of them before its turn comes, and
+mostly the answer is that of the last look. That is certain if nothing of it is cached here, if what
+stands before it there is less than here, and if there is room for all of it there: what may be
+cached there can only make it cheaper.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scheduler_svc.core import planner
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.sharing import PrefixSharing
+from scheduler_svc.core.types import WorkerId
+from scheduler_svc.core.worker_state import WorkerState
+
+
+@dataclass(slots=True, kw_only=True)
+class _Other:
+    """Another worker that takes requests: what stands before a new one, and blocks for it."""
+
+    worker: WorkerState
+    standing: int
+    num_spare: int
+
+
+class Elsewhere:
+    """For one worker's admissions into one step, in which nothing changes of the others."""
+
+    def __init__(
+        self,
+        worker: WorkerState,
+        workers: Mapping[WorkerId, WorkerState],
+        config: CoreConfig,
+        sharing: PrefixSharing,
+    ) -> None:
+        self._worker = worker
+        self._workers = workers
+        self._config = config
+        self._sharing = sharing
+        self._others: dict[WorkerId, _Other | None] = {}
+        self._standing = planner.load(worker)
+
+    def admitted(self) -> None:
+        """The worker has one request more."""
+        self._standing = planner.load(self._worker)
+
+    def keeps(self, request: Request) -> bool:
+        """Whether the request certainly goes to where it would have gone at the last look.
+
+        If not, that has to be found out. It is no sample of a group.
+        """
+        name = request.cheapest_at
+        if name is None:
+            return False
+        if name not in self._others:
+            self._others[name] = self._other(name)
+        other = self._others[name]
+        if other is None or other.standing >= self._standing:
+            return False
+        there = other.worker
+        return (
+            self._sharing.is_cold(request, self._worker)
+            and there.blocks_for(len(request.token_ids)) <= other.num_spare
+            and request.max_total_tokens <= there.max_request_tokens
+            and request.gateway_id in there.gateway_ids
+            and request.held_for not in self._worker.coming
+        )
+
+    def _other(self, name: WorkerId) -> _Other | None:
+        """None if it is not certain that it takes what comes next."""
+        other = self._workers.get(name)
+        if (
+            other is None
+            or other is self._worker
+            or other.draining
+            or other.swap.swapped
+            or other.on_trial is not None
+            or not planner.has_room(other, self._config)
+        ):
+            return None
+        num_spare = other.pool.num_free - other.watermark
+        return _Other(worker=other, standing=planner.load(other), num_spare=num_spare)
