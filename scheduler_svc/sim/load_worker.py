@@ -6,11 +6,12 @@ results overtake nobody, however their ways scatter.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler_svc.core.events import StepCompleted, WorkerJoined
 from scheduler_svc.core.ready import StepPlan
@@ -19,6 +20,7 @@ from scheduler_svc.sim.cost import QUERY_TILE, StepCost
 from scheduler_svc.sim.scatter import Draws
 
 VOCAB_SIZE = 50_000
+Column = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +34,30 @@ class Stepped:
     num_prefill_rows: int
     num_decode_rows: int
     num_prefill_tokens: int
+
+
+class _Batch:
+    """The rows of a step, and what is the same in each step with them."""
+
+    def __init__(
+        self, slots: Collection[int], num_tokens: Collection[int], request: Column, last: Column
+    ) -> None:
+        self.rows = np.fromiter(slots, np.int64, len(slots))
+        self.slots = cast(tuple[Slot, ...], tuple(slots))
+        self.num_tokens = np.fromiter(num_tokens, np.int64, len(num_tokens))
+        self.num_in_all = int(np.add.reduce(self.num_tokens))
+        self.num_single = int(np.count_nonzero(self.num_tokens == 1))
+        self.is_single = self.num_single == len(slots)
+        self.num_readings = -(-self.num_tokens // QUERY_TILE)
+        numbers = request[self.rows]
+        self.requests: list[int] = numbers.tolist()
+        self.salt = numbers * 7919
+        self.last = last[self.rows]
+
+    def of(self, chosen: npt.NDArray[np.bool_], request: Column, last: Column) -> "_Batch":
+        """Some of the rows."""
+        num_tokens = self.num_tokens[chosen].tolist()
+        return _Batch(self.rows[chosen].tolist(), num_tokens, request, last)
 
 
 class LoadWorker:
@@ -56,8 +82,8 @@ class LoadWorker:
         self._request = np.full(count, -1, np.int64)
         self._ended = np.zeros(count, np.bool_)
         self._planned: dict[int, int] = {}
-        self._active = np.zeros(0, np.int64)
-        self._num_tokens = np.zeros(0, np.int64)
+        self._batch = _Batch((), (), self._request, self._last)
+        self._some_have_ended = False  # of the batch
 
     def take(self, plan: StepPlan, arrives_s: float) -> None:
         """Queues a plan, each of its steps singly."""
@@ -67,54 +93,58 @@ class LoadWorker:
         for _ in range(plan.num_steps - 1):
             self.plans.append((arrives_s, _REPEAT))
 
-    def compute(self, step: int, now_s: float) -> Stepped:
-        """The next step, begun now; its worker is free at its end."""
+    def compute(self, step: int, now_s: float, half_trip_s: float) -> Stepped:
+        """The next step, begun now; its worker is free at its end, and its result takes so long."""
         arrived_s, plan = self.plans.popleft()
         copied = 0 if plan is _REPEAT else self._apply(plan)
-        rows, num_tokens = self._active, self._num_tokens
-        alive = ~self._ended[rows]
-        num_wasted = len(rows) - int(np.count_nonzero(alive))
-        if num_wasted:
-            rows, num_tokens = rows[alive], num_tokens[alive]
-        start = self._computed[rows]
-        end = start + num_tokens
+        batch, num_wasted = self._batch, 0
+        if self._some_have_ended:
+            alive = ~self._ended[batch.rows]
+            num_wasted = len(alive) - int(np.count_nonzero(alive))
+            batch = batch.of(alive, self._request, self._last)
+        rows, known = batch.rows, self._known[batch.rows]
+        end = self._computed[rows] + batch.num_tokens
         self._computed[rows] = end
-        samples = end == self._known[rows]
-        sampled = rows if samples.all() else rows[samples]
-        is_decode = num_tokens == 1
-        num_decodes = int(np.count_nonzero(is_decode & samples))
-        num_prefill = int(num_tokens.sum()) - num_decodes
-        kv_tokens = int((-(-num_tokens // QUERY_TILE) * end).sum())
+        num_decodes, sampled = batch.num_single, batch
+        samples = end == known
+        if np.count_nonzero(samples) < len(samples):
+            num_decodes = int(np.count_nonzero(samples & (batch.num_tokens == 1)))
+            sampled, known = batch.of(samples, self._request, self._last), known[samples]
+        num_prefill = batch.num_in_all - num_decodes
+        kv_tokens = int(np.add.reduce(end if batch.is_single else end * batch.num_readings))
         seconds = self._cost.seconds(num_decodes, num_prefill, kv_tokens, copied)
         seconds = self.draws.step_s(seconds)
-        self._known[sampled] += 1
-        known, requests = self._known[sampled], self._request[sampled]
-        is_last = known >= self._last[sampled]
+        known += 1
+        self._known[sampled.rows] = known
         finished: tuple[tuple[Slot, FinishReason], ...] = ()
-        if is_last.any():
-            last = sampled[is_last]
-            self._ended[last] = True
+        is_last = known >= sampled.last
+        if np.count_nonzero(is_last):
+            last = sampled.rows[is_last]
+            self._ended[last] = self._some_have_ended = True
             finished = tuple((Slot(slot), FinishReason.STOP) for slot in last.tolist())
-        tokens = (requests * 7919 + known * 104_729) % VOCAB_SIZE
+        known *= 104_729
+        known += sampled.salt
+        known %= VOCAB_SIZE
         idle_s, self.free_s = max(0.0, now_s - self.free_s), now_s + seconds
+        self.last_return_s = max(self.last_return_s, self.free_s + half_trip_s)
         completed = StepCompleted(
-            now_ns=0,
+            now_ns=round(self.last_return_s * 1e9),
             worker_id=self.worker_id,
             step=step,
-            slots=cast(tuple[Slot, ...], tuple(sampled.tolist())),
-            token_ids=tuple(tokens.tolist()),
+            slots=sampled.slots,
+            token_ids=tuple(known.tolist()),
             finished=finished,
             num_wasted_rows=num_wasted,
             step_us=round(seconds * 1e6),
             total_us=round((self.free_s - arrived_s) * 1e6),
             idle_us=round(idle_s * 1e6),
-            operations_done=tuple(op.op_id for op in plan.operations),
+            operations_done=tuple([op.op_id for op in plan.operations]),
         )
         return Stepped(
             begin_s=now_s,
             end_s=self.free_s,
             completed=completed,
-            requests=requests.tolist(),
+            requests=sampled.requests,
             num_prefill_rows=len(rows) - num_decodes,
             num_decode_rows=num_decodes,
             num_prefill_tokens=num_prefill,
@@ -141,8 +171,9 @@ class LoadWorker:
             else:
                 self._planned.pop(slot, None)
         if changed:
-            self._active = np.fromiter(self._planned, np.int64, len(self._planned))
-            self._num_tokens = np.fromiter(self._planned.values(), np.int64, len(self._planned))
+            planned = self._planned
+            self._batch = _Batch(planned, planned.values(), self._request, self._last)
+            self._some_have_ended = bool(self._ended[self._batch.rows].any())
         num_pairs = sum(len(operation.targets) for operation in plan.operations)
         return num_pairs * self._block_bytes
 
