@@ -2,7 +2,8 @@
 
 Exits with 1 if a promise was broken, with the seed, the promise, the number of the event at which
 it broke and the command that plays it again; or if a run over CENSUS seeds or more shows a kind of
-fault that never took effect.
+fault that never took effect. A run over seeds tells on stderr how far it is, and ends at MAX_BAD of
+them that broke a promise.
 """
 
 import argparse
@@ -11,10 +12,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from itertools import islice
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import structlog
@@ -23,6 +23,9 @@ from scheduler_svc.sim.faults import KINDS, MIN_EFFECTS
 from scheduler_svc.sim.world import MIN_REQUESTS, Options, Outcome, run_seed
 
 CENSUS = 100
+# Seeds that a process runs in one go; those that broke a promise at which a run ends; seeds from
+# one line about its progress to the next, and such lines at most.
+PART, MAX_BAD, TELL_EVERY, LINES = 50, 20, 200, 100
 _SILENT = 50
 _LEVELS = {"info": 20, "warning": 30, "error": 40, "none": _SILENT}
 
@@ -122,25 +125,51 @@ def run_seeds(seeds: Sequence[int], options: Options) -> list[Outcome]:
     return outcomes
 
 
-def many(seeds: range, options: Options, jobs: int, say: Callable[[str], object]) -> int:
-    """A run over seeds; says what is wrong as it comes, and the table. Returns the exit code."""
-    begin = time.perf_counter()
-    outcomes: list[Outcome] = []
-    bad = 0
-    size = 50
-    parts = (list(islice(seeds, at, at + size)) for at in range(0, len(seeds), size))
+def _outcomes(seeds: range, options: Options, jobs: int) -> Generator[Outcome, None, None]:
+    """In the order of seeds, run PART at a time. Closed, it runs no part that has not begun."""
+    parts = [seeds[at : at + PART] for at in range(0, len(seeds), PART)]
     with ProcessPoolExecutor(jobs) as pool:
-        for done in pool.map(run_seeds, parts, [options] * -(-len(seeds) // size)):
-            for outcome in done:
-                outcomes.append(outcome)
-                if (what := problem(outcome, options)) is not None:
-                    bad += 1
-                    say(report(outcome, what))
-    say(census(outcomes, time.perf_counter() - begin))
-    lacking = missing(outcomes) if options.only is None and len(outcomes) >= CENSUS else []
+        try:
+            for done in pool.map(run_seeds, parts, [options] * len(parts)):
+                yield from done
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def judge(
+    outcomes: Iterable[Outcome],
+    num_seeds: int,
+    options: Options,
+    say: Callable[[str], object],
+    tell: Callable[[str], object],
+) -> int:
+    """Says what is wrong with seeds as they come, and the table. Returns the exit code.
+
+    It ends at MAX_BAD seeds that broke a promise. `tell` is told how far it is, each TELL_EVERY
+    seeds or, of very many, LINES times.
+    """
+    begin = time.perf_counter()
+    seen: list[Outcome] = []
+    bad = 0
+    tell_every = max(TELL_EVERY, -(-num_seeds // LINES))
+    for outcome in outcomes:
+        seen.append(outcome)
+        if (what := problem(outcome, options)) is not None:
+            bad += 1
+            say(report(outcome, what))
+        if len(seen) % tell_every == 0:
+            seconds = (time.perf_counter() - begin) / len(seen)
+            tell(f"{len(seen)} of {num_seeds} seeds, {bad} bad, {seconds:.3f} s a seed\n")
+        if bad >= MAX_BAD:
+            break
+    say(census(seen, time.perf_counter() - begin))
+    is_whole = len(seen) == num_seeds
+    lacking = missing(seen) if is_whole and options.only is None and num_seeds >= CENSUS else []
     if lacking:
         say(f"never took effect: {', '.join(lacking)}\n")
-    say(f"{bad} of {len(outcomes)} seeds broke a promise\n")
+    say(f"{bad} of {len(seen)} seeds broke a promise\n")
+    if not is_whole:
+        say(f"it ended there: {num_seeds - len(seen)} seeds are left\n")
     return int(bool(bad or lacking))
 
 
@@ -183,7 +212,8 @@ def main(argv: Sequence[str]) -> int:
         seeds = _seeds(args.seeds)
     except ValueError as error:
         parser.error(f"--seeds: {error}")
-    return many(seeds, options, args.jobs, sys.stdout.write)
+    with closing(_outcomes(seeds, options, args.jobs)) as outcomes:
+        return judge(outcomes, len(seeds), options, sys.stdout.write, sys.stderr.write)
 
 
 def _seeds(text: str) -> range:
