@@ -1,10 +1,11 @@
-"""Planted bugs that only histories find: `python -m tests.mutants.only_by [--wanted N] [--jobs N]`.
+"""Planted bugs that only histories find: `python -m tests.mutants.only_by [NAME...] [--all]`.
 
-Of each mutant that the machine or the simulator is to find, in turn: found by it, and by none of
-the unit tests that can see the package which it changes - the services import nothing of each
-other, so a bug in one can't fail the tests of another. It ends when as many are shown as are wanted
-(run.MIN_ONLY), so it takes minutes where `--only-by` of run.py, which looks at all of them with all
-unit tests, takes an hour. Exit status 1: there are fewer.
+Of each mutant whose header says `Only: histories` - with --all of each that the machine or the
+simulator is to find: found by it, and by none of the tests that can see the package which it
+changes, slow ones included. The services import nothing of each other, so a bug in one can't fail
+the tests of another. Left out is what no test can tell from a right answer: whole processes (e2e)
+and kernels, where a wrong plan shows as little as in what is looked at here; and the histories.
+Exit status 1: there are fewer than wanted (run.MIN_ONLY, or all of those named).
 """
 
 import argparse
@@ -27,17 +28,24 @@ from tests.mutants.run import (
 
 # By the clock, for one test: a slow one on a busy machine must not pass for one that fails.
 TEST_LIMIT_S = 600
-# By the first folder of a changed file, the unit tests that import it.
+SLOW_TOO = "not gpu and not soak and not e2e"
+# By the first folder of a changed file, the tests that import it.
 SEEN_BY = {
-    "gateway": ("tests/unit/gateway",),
-    "gpu_worker": ("tests/unit/gpu_worker",),
-    "scheduler_svc": ("tests/traces", "tests/unit/scheduler_core", "tests/unit/scheduler_svc"),
+    "gateway": ("tests/unit/gateway", "tests/contract", "tests/integration/gateway"),
+    "gpu_worker": ("tests/unit/gpu_worker", "tests/contract", "tests/integration/worker"),
+    "scheduler_svc": (
+        "tests/traces",
+        "tests/unit/scheduler_core",
+        "tests/unit/scheduler_svc",
+        "tests/contract",
+        "tests/integration/scheduler",
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
-    """What became of a mutant. `test` is a unit test that finds it, "" if none does."""
+    """What became of a mutant. `test` is another test that finds it, "" if none does."""
 
     name: str
     by: str = ""
@@ -46,16 +54,17 @@ class Looked:
 
     @property
     def counts(self) -> bool:
-        """A history finds it and no unit test."""
+        """A history finds it and no other test."""
         return bool(self.by) and not self.test and not self.problem
 
 
-def candidates(names: Sequence[str] = ()) -> list[Mutant]:
-    """Those that a history is to find."""
-    return [mutant for mutant in mutants(names) if set(mutant.finders) & HISTORIES.keys()]
+def candidates(names: Sequence[str] = (), *, whole: bool = False) -> list[Mutant]:
+    """Those named; else those whose header says it, or the `whole` of what a history is to find."""
+    found = [mutant for mutant in mutants(names) if set(mutant.finders) & HISTORIES.keys()]
+    return [mutant for mutant in found if names or whole or mutant.only]
 
 
-def unit_tests(mutant: Mutant) -> list[str]:
+def tests_of(mutant: Mutant) -> list[str]:
     """That can see what it changes."""
     packages = dict.fromkeys(name.partition("/")[0] for name in mutant.files)
     return [path for package in packages for path in SEEN_BY[package]]
@@ -74,7 +83,7 @@ def look(copy: Copy, mutant: Mutant) -> Looked:
                 by, _ = copy.find(finder)
         if not by:
             return Looked(name=mutant.name, problem="no history finds it")
-        command = [*_pytest(*unit_tests(mutant)), f"--timeout={TEST_LIMIT_S}"]
+        command = [*_pytest(*tests_of(mutant)), "-m", SLOW_TOO, f"--timeout={TEST_LIMIT_S}"]
         status, output, _ = copy.run(command, UNIT_LIMIT_S)
         if status == 0:
             return Looked(name=mutant.name, by=by)
@@ -89,25 +98,23 @@ def look(copy: Copy, mutant: Mutant) -> Looked:
 def main(argv: Sequence[str]) -> int:
     """Prints each as it is known, and the sum."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.only_by", description=__doc__)
-    parser.add_argument("names", nargs="*", help="mutants; all that a history is to find")
-    parser.add_argument("--wanted", type=int, default=MIN_ONLY)
+    parser.add_argument("names", nargs="*", help="mutants; left out, those whose header says so")
+    parser.add_argument("--all", action="store_true", help="all that a history is to find")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args(argv)
     try:
-        left = candidates(options.names)
+        left = candidates(options.names, whole=options.all)
     except MutantError as error:
         parser.error(str(error))
     num_looked = num_found = 0
     for looked in in_copies(left, options.jobs, look):
         num_looked += 1
         num_found += looked.counts
-        what = looked.problem or (f"also by {looked.test}" if looked.test else "by no unit test")
+        what = looked.problem or (f"also by {looked.test}" if looked.test else "by no other test")
         sys.stdout.write(f"{looked.name}: {looked.by or '-'}; {what}\n")
         sys.stdout.flush()
-        if num_found >= options.wanted:
-            break
     sys.stdout.write(f"{num_found} of {num_looked} are found by histories alone\n")
-    return 0 if num_found >= options.wanted else 1
+    return 0 if num_found >= (len(left) if options.names else MIN_ONLY) else 1
 
 
 if __name__ == "__main__":

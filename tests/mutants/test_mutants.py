@@ -74,10 +74,12 @@ def test_all_must_be_found_and_quickly() -> None:
 
 
 def test_a_whole_run_needs_enough_of_them() -> None:
-    """At least 40, 15 of them by the machine or the simulator and by no unit test."""
-    histories = [found(), found(by="simulator, seed 3")] * 8
-    others = [found(by="tests/unit/a.py::b")] * 24
-    assert run.verdict([*histories, *others], whole=True)[1]
-    assert not run.verdict([*histories, *others[:20]], whole=True)[1]
-    also = [found(also_by_unit_tests=True)] * 2
-    assert not run.verdict([*histories[2:], *also, *others], whole=True)[1]
+    """And enough that the machine or the simulator finds and no other test."""
+    only = [found(by="simulator, seed 3", also_by_unit_tests=False)] * run.MIN_ONLY
+    others = [found(by="tests/unit/a.py::b")] * (run.MIN_MUTANTS - run.MIN_ONLY)
+    assert run.verdict([*only, *others], whole=True)[1]
+    assert not run.verdict([*only, *others[1:]], whole=True)[1]
+    # Found by another test as well, or not looked at, is not enough.
+    also = found(also_by_unit_tests=True)
+    assert not run.verdict([*only[1:], also, *others], whole=True)[1]
+    assert not run.verdict([*only[1:], found(), *others], whole=True)[1]

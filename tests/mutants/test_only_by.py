@@ -42,6 +42,7 @@ def test_what_counts(by: str, status: int, counts: bool) -> None:
     assert looked.counts is counts
     assert copy.planted == [True, False]
     assert ("tests/unit/gateway" in copy.asked) is bool(by)
+    assert ("tests/integration/gateway" in copy.asked) is bool(by)
 
 
 def test_what_is_wrong_does_not_count() -> None:
@@ -50,11 +51,12 @@ def test_what_is_wrong_does_not_count() -> None:
     assert not Looked(name="m", by="machine, depth 0, seed 1", problem="does not apply").counts
 
 
-def test_each_candidate_has_unit_tests_that_see_it() -> None:
-    """And there are more than are wanted."""
-    found = only_by.candidates()
-    assert len(found) > run.MIN_ONLY
-    for mutant in found:
-        paths = only_by.unit_tests(mutant)
+def test_each_candidate_has_tests_that_see_it() -> None:
+    """And as many as are wanted say that only histories find them."""
+    marked, whole = only_by.candidates(), only_by.candidates(whole=True)
+    assert len(marked) >= run.MIN_ONLY
+    assert [mutant for mutant in whole if mutant.only] == marked
+    for mutant in whole:
+        paths = only_by.tests_of(mutant)
         assert paths
         assert all((run.ROOT / path).exists() for path in paths)
