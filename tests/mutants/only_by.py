@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.mutants.run import (
-    HISTORIES,
     MIN_ONLY,
     UNIT_LIMIT_S,
     Copy,
     Mutant,
     MutantError,
     _pytest,
+    history,
     in_copies,
     mutants,
 )
@@ -60,7 +60,7 @@ class Looked:
 
 def candidates(names: Sequence[str] = (), *, whole: bool = False) -> list[Mutant]:
     """Those named; else those whose header says it, or the `whole` of what a history is to find."""
-    found = [mutant for mutant in mutants(names) if set(mutant.finders) & HISTORIES.keys()]
+    found = [mutant for mutant in mutants(names) if any(map(history, mutant.finders))]
     return [mutant for mutant in found if names or whole or mutant.only]
 
 
@@ -79,7 +79,7 @@ def look(copy: Copy, mutant: Mutant) -> Looked:
     try:
         by = ""
         for finder in mutant.finders:
-            if finder in HISTORIES and not by:
+            if history(finder) and not by:
                 by, _ = copy.find(finder)
         if not by:
             return Looked(name=mutant.name, problem="no history finds it")

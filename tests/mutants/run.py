@@ -13,6 +13,8 @@ Finders, each a process of its own in the copy, which ends at the first failure:
     sim           the simulator's fault mix, see tests/mutants/seeds.py
     PATH[::TEST]  pytest on that file or folder without its slow tests, or on that test
 
+The histories begin with seed 1, or with N where the finder is `machine@N` or `sim@N`.
+
 A mutant counts when tests/mutants/smoke.py passes with it: else it would fall to an import or to
 the first assertion. What finds it, and after how many seconds from the start of that finder's
 process, is printed as a table; --json writes it to a file. Exit status 1: one was not found, did
@@ -125,6 +127,13 @@ def parse(path: Path) -> Mutant:
     )
 
 
+def history(finder: str) -> list[str]:
+    """What runs the finder if it plays histories; empty if it is a test."""
+    name, _, seed = finder.partition("@")
+    module = HISTORIES.get(name)
+    return ["-m", module, *(["--seed", seed] if seed else [])] if module else []
+
+
 def mutants(names: Sequence[str] = ()) -> list[Mutant]:
     """All of them by name, or those named."""
     found = [parse(path) for path in sorted(FOLDER.glob("*.patch"))]
@@ -211,8 +220,8 @@ class Copy:
 
     def find(self, finder: str) -> tuple[str, float]:
         """What the finder says first, empty if nothing, and after how long."""
-        if finder in HISTORIES:
-            status, output, seconds = self.run(["-m", HISTORIES[finder]], LIMIT_S)
+        if command := history(finder):
+            status, output, seconds = self.run(command, LIMIT_S)
             told = _HISTORY.search(output)
         else:
             status, output, seconds = self.run(_pytest(finder), LIMIT_S)
@@ -256,7 +265,7 @@ def examine(copy: Copy, mutant: Mutant, *, only_by: bool) -> Found:
                 break
         else:
             return replace(found, seconds=round(spent_s, 1), problem="not found")
-        if finder in HISTORIES and (only_by or mutant.only):
+        if history(finder) and (only_by or mutant.only):
             also = copy.found_by_unit_tests() if only_by else False
             found = replace(found, also_by_unit_tests=also)
         return found

@@ -12,7 +12,7 @@ from tests.mutants import run
 from tests.mutants.run import Found, Mutant, MutantError
 
 SHIPPED = ("gateway/", "gpu_worker/", "scheduler_svc/core/", "scheduler_svc/adapters/",
-           "scheduler_svc/driver.py", "scheduler_svc/term.py")  # fmt: skip
+           "scheduler_svc/driver.py", "scheduler_svc/leadership.py", "scheduler_svc/term.py")  # fmt: skip
 
 
 @pytest.mark.parametrize("mutant", run.mutants(), ids=lambda mutant: mutant.name)
@@ -35,7 +35,14 @@ def test_a_mutant_applies_to_shipped_code(mutant: Mutant) -> None:
 def test_a_mutants_finders_are_there(mutant: Mutant) -> None:
     """Histories by name, tests by path."""
     for finder in mutant.finders:
-        assert finder in run.HISTORIES or (run.ROOT / finder.partition("::")[0]).exists()
+        assert run.history(finder) or (run.ROOT / finder.partition("::")[0]).exists()
+
+
+def test_a_history_may_begin_with_another_seed() -> None:
+    """Where the first that finds a mutant comes late."""
+    assert run.history("sim") == ["-m", "tests.mutants.seeds"]
+    assert run.history("machine@7") == ["-m", "tests.mutants.machine", "--seed", "7"]
+    assert run.history("tests/unit") == []
 
 
 def test_no_two_mutants_are_the_same() -> None:
