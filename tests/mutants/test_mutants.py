@@ -12,7 +12,8 @@ from tests.mutants import run
 from tests.mutants.run import Found, Mutant, MutantError
 
 SHIPPED = ("gateway/", "gpu_worker/", "scheduler_svc/core/", "scheduler_svc/adapters/",
-           "scheduler_svc/driver.py", "scheduler_svc/leadership.py", "scheduler_svc/term.py")  # fmt: skip
+           "scheduler_svc/driver.py", "scheduler_svc/leadership.py",
+           "scheduler_svc/term.py")  # fmt: skip
 
 
 @pytest.mark.parametrize("mutant", run.mutants(), ids=lambda mutant: mutant.name)
