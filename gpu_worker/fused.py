@@ -4,7 +4,8 @@ transformers' modules cost as much in small operators and Python as their linear
 families of RECOGNISED this module computes the same function with nine operators a layer: norm with
 residual, one projection for queries, keys and values, rotary embedding with the store, paged
 attention, output projection, norm with residual, one projection for gate and up, activation, down.
-The operators round where the modules round; gpu_worker.fused_operators has them.
+The operators round where the modules round; gpu_worker.fused_operators has them. Native ones run as
+a program: one call for all layers up to the last attention.
 
 What a layer asks of attention (scale, window, soft cap) is what the probing forward saw it ask.
 The unmodified module stays the reference: models.check_parity holds this forward against its eager
@@ -20,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.attention import LayerCall, PagedContext, StepTables
-from gpu_worker.fused_operators import Activation, Attend, Linear, Norm, Operators, Store
+from gpu_worker.fused_operators import (
+    LINEAR,
+    Activation,
+    Attend,
+    Linear,
+    Norm,
+    Operators,
+    Store,
+)
 
 # Decoder layer class -> whether its norms scale by 1 + weight.
 RECOGNISED = {
@@ -33,7 +42,6 @@ RECOGNISED = {
     "Gemma2DecoderLayer": True,
     "Gemma3DecoderLayer": True,
 }
-LINEAR = ("qkv", "out", "gate_up", "down")
 POSITIONS_AT_ONCE = 4096  # of the rotary tables, while they are made
 
 
@@ -97,6 +105,7 @@ class FusedModel:
             _layer(layer, by_layer[index], offset, types is not None, operators)
             for index, layer in enumerate(body.layers)
         ]
+        self._program = operators.program(self._layers)
         self._norm = _norm(operators, body.norm, self._offset)
         self._head = _linear(operators, module.lm_head, head=True)
         self._cap = float(getattr(module.config, "final_logit_softcapping", None) or 0.0)
@@ -162,10 +171,9 @@ class FusedModel:
     ) -> Tensor:
         """What the head takes, normed, at `indices` of the flat batch; KV goes into the cache."""
         x = self._embed(token_ids)
-        delta: Tensor | None = None
         attends: dict[tuple[float, int, float], Attend] = {}
         stores: dict[str, Store] = {}
-        last = len(self._layers) - 1
+        steps: list[tuple[Store, Attend, Tensor, Tensor]] = []
         for index, layer in enumerate(self._layers):
             caches, call = context.caches(index), layer.call
             key = (call.scale, call.window, call.softcap)
@@ -173,19 +181,38 @@ class FusedModel:
                 attends[key] = self._operators.attend(context, step, call)
             if layer.rotary not in stores:
                 stores[layer.rotary] = self._store(caches[0], step, positions, layer)
+            steps.append((stores[layer.rotary], attends[key], *caches))
+        if self._program is None:
+            x, attended = self._one_by_one(x, steps)
+        else:
+            x, attended = self._program.run(x, steps)
+        # Only the rows whose logits are wanted go on.
+        x = x[indices]
+        return self._norm(x, self._behind(self._layers[-1], x, attended[indices]))
+
+    def _one_by_one(
+        self, x: Tensor, steps: Sequence[tuple[Store, Attend, Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """As Program.run does it."""
+        delta: Tensor | None = None
+        attended = x
+        for index, (layer, step) in enumerate(zip(self._layers, steps, strict=True)):
+            if index:
+                delta = self._behind(self._layers[index - 1], x, attended)
+            store, attend, keys, values = step
             qkv = layer.qkv(layer.before_attention(x, delta))
             norms = (None, None) if layer.heads is None else (layer.heads.queries, layer.heads.keys)
-            queries = stores[layer.rotary](qkv, *caches, *norms)
-            attended = attends[key](queries, *caches).flatten(1)
-            if index == last:  # only the rows whose logits are wanted go on
-                x, attended = x[indices], attended[indices]
-            delta = layer.out(attended)
-            if layer.after_attention is not None:
-                delta = layer.after_attention(delta)
-            delta = layer.down(layer.activation(layer.gate_up(layer.before_mlp(x, delta))))
-            if layer.after_mlp is not None:
-                delta = layer.after_mlp(delta)
-        return self._norm(x, delta)
+            attended = attend(store(qkv, keys, values, *norms), keys, values).flatten(1)
+        return x, attended
+
+    @staticmethod
+    def _behind(layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
+        """What a layer adds behind its attention; x gets that of the attention."""
+        delta = layer.out(attended)
+        if layer.after_attention is not None:
+            delta = layer.after_attention(delta)
+        delta = layer.down(layer.activation(layer.gate_up(layer.before_mlp(x, delta))))
+        return delta if layer.after_mlp is None else layer.after_mlp(delta)
 
     def _store(self, k_cache: Tensor, step: StepTables, positions: Tensor, layer: Layer) -> Store:
         tables = self._tables[layer.rotary]

@@ -16,12 +16,22 @@ from torch import Tensor
 from gpu_worker.attention import LayerCall, PagedContext, StepTables
 from gpu_worker.quantization import NONE, layer_bits
 
+LINEAR = ("qkv", "out", "gate_up", "down")  # of a layer
 Caches = tuple[Tensor, Tensor]
 Norm = Callable[..., Tensor]  # x, delta
 Activation = Callable[[Tensor], Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, k_cache, v_cache
 # qkv, k_cache, v_cache, weights of the heads' norms or None -> queries, rotated
 Store = Callable[..., Tensor]
+
+
+class Program(Protocol):
+    """What one layer after the other does, without coming back in between."""
+
+    def run(
+        self, x: Tensor, steps: Sequence[tuple[Store, Attend, Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """x with residuals and the last attention [T, D]; a layer's caches stand in `steps`."""
 
 
 class Linear(Protocol):
@@ -64,6 +74,9 @@ class Operators(Protocol):
         offset: bool,
     ) -> Store:
         """Of all layers of one step with one rotary embedding; tables are cosine and sine."""
+
+    def program(self, layers: Sequence[Any]) -> Program | None:
+        """All layers up to the last one's attention as one call, where that can be had."""
 
 
 def joined(modules: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
@@ -136,6 +149,34 @@ class NativeOperators:
             k_cache, step.slot_mapping, positions, *tables, epsilon=epsilon, offset=offset
         )
         return made
+
+    def program(self, layers: Sequence[Any]) -> Program | None:
+        """See Operators. None where oneDNN multiplies."""
+        from kernels.native import program
+
+        linears = [getattr(layer, name) for layer in layers for name in LINEAR]
+        if not all(isinstance(linear, program.NATIVE_LINEAR) for linear in linears):
+            return None
+        made: Any = program.Program(
+            [
+                program.LayerOperators(
+                    before_attention=layer.before_attention,
+                    after_attention=layer.after_attention,
+                    before_mlp=layer.before_mlp,
+                    after_mlp=layer.after_mlp,
+                    q_weight=None if layer.heads is None else layer.heads.queries,
+                    k_weight=None if layer.heads is None else layer.heads.keys,
+                    qkv=layer.qkv,
+                    out=layer.out,
+                    gate_up=layer.gate_up,
+                    down=layer.down,
+                    activation=layer.activation,
+                )
+                for layer in layers
+            ]
+        )
+        out: Program = made
+        return out
 
 
 class SharedLinear:
@@ -244,3 +285,7 @@ class TritonOperators:
             return out
 
         return made
+
+    def program(self, layers: Sequence[Any]) -> Program | None:
+        """See Operators. None: kernels are launched one by one."""
+        return None

@@ -45,13 +45,41 @@ class AttentionCall(ctypes.Structure):
 
 
 class RotaryCall(ctypes.Structure):
-    """rows.cpp: RotaryCall."""
+    """rows.h: RotaryCall."""
 
     _fields_ = _fields(
         (_ADDRESS, "qkv k_cache v_cache slots positions cosine sine q_weight k_weight"),
         (_INT, "num_tokens num_heads num_kv_heads dim half num_positions num_slots block_size"),
         (_INT, "token cache_block cache_head cache_slot is_bf16 offset"),
         (_FLOAT, "epsilon"),
+    )
+
+
+class NormCall(ctypes.Structure):
+    """rows.h: NormCall."""
+
+    _fields_ = _fields(
+        (_ADDRESS, "out x delta weight"),
+        (_INT, "rows dim out_row x_row delta_row offset is_bf16"),
+        (_FLOAT, "epsilon"),
+    )
+
+
+class GateCall(ctypes.Structure):
+    """rows.h: GateCall."""
+
+    _fields_ = _fields(
+        (_ADDRESS, "out both"),
+        (_INT, "rows dim out_row both_row gelu is_bf16"),
+    )
+
+
+class Part(ctypes.Structure):
+    """program.cpp: Part."""
+
+    _fields_ = _fields(
+        (_INT, "kind"),
+        (_ADDRESS, "call k_cache v_cache q_weight k_weight"),
     )
 
 
@@ -96,8 +124,9 @@ class Library:
     sample: Any
     rotary_store: Any
     store_kv: Any
-    rms_norm: Any
+    norm: Any
     gate: Any
+    program: Any
     bf16_kind: int  # of packed weights held in bf16, see linear.cpp
     takes_pairs: bool  # of bf16 weights with bf16 inputs
 
@@ -133,7 +162,7 @@ def load(instruction_set: str = "") -> Library:
     except OSError as error:
         raise CantBuildError(f"{path} does not load: {error}") from error
     store = [_ADDRESS] * 5 + [_INT] * 13
-    norm = [_ADDRESS] * 4 + [_INT] * 5 + [_FLOAT] + [_INT] * 2
+    program = [ctypes.POINTER(Part), _INT, ctypes.POINTER(_INT)]
     return Library(
         instruction_set=name,
         attention=_function(long.quire_attention, [ctypes.POINTER(AttentionCall)]),
@@ -142,8 +171,9 @@ def load(instruction_set: str = "") -> Library:
         sample=_function(long.quire_sample, [ctypes.POINTER(SampleCall)]),
         rotary_store=_function(short.quire_rotary_store, [ctypes.POINTER(RotaryCall)]),
         store_kv=_function(short.quire_store_kv, store),
-        rms_norm=_function(short.quire_rms_norm, norm, None),
-        gate=_function(short.quire_gate, [_ADDRESS] * 2 + [_INT] * 6, None),
+        norm=_function(short.quire_norm, [ctypes.POINTER(NormCall)], None),
+        gate=_function(short.quire_gate, [ctypes.POINTER(GateCall)], None),
+        program=_function(long.quire_program, program),
         bf16_kind=int(_function(short.quire_bf16_kind, [])()),
         takes_pairs=bool(_function(short.quire_takes_pairs, [])()),
     )

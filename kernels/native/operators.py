@@ -50,6 +50,16 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         raise ValueError(f"slot_mapping: the slot of token {refused - 1} is outside the cache")
 
 
+def refusal_of_attention(refused: int) -> str:
+    """What the kernel's answer means."""
+    return REFUSALS[refused % 4].format(row=refused // 4)
+
+
+def refusal_of_rotary_store(refused: int) -> str:
+    """What the kernel's answer means."""
+    return f"token {refused - 1}: its slot or its position is outside"
+
+
 class Attention:
     """paged_attention over the tables of one step, for all layers of one kind.
 
@@ -97,6 +107,16 @@ class Attention:
 
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Attention of q [T, Hq, D]; a fresh tensor of that shape."""
+        out = torch.empty(q.shape, dtype=q.dtype)
+        refused = self._function(self.bind(q, k_cache, v_cache, out))
+        if refused:
+            raise ValueError(refusal_of_attention(refused))
+        return out
+
+    def bind(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor
+    ) -> library.AttentionCall:
+        """The call, checked, for `out` [T, Hq, D], which is dense; good until the next one."""
         call = self._call
         seen = (*_kind(q), k_cache.shape, k_cache.stride(), k_cache.dtype)
         if seen != self._checked:
@@ -108,13 +128,9 @@ class Attention:
             call.num_tokens, call.num_heads = q.shape[:2]
             call.q_token, call.q_head = q.stride()[:2]
             call.out_token, call.out_head = q.shape[1] * q.shape[2], q.shape[2]
-        out = torch.empty(q.shape, dtype=q.dtype)
         call.out, call.q = out.data_ptr(), q.data_ptr()
         call.k_cache, call.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
-        refused = self._function(call)
-        if refused:
-            raise ValueError(REFUSALS[refused % 4].format(row=refused // 4))
-        return out
+        return call
 
 
 def paged_attention(
@@ -143,35 +159,40 @@ class RmsNorm:
     """rms_norm with the weight of one module."""
 
     def __init__(self, weight: Tensor, epsilon: float, *, offset: bool = False) -> None:
-        self._weight, self._epsilon, self._offset = weight, epsilon, offset
-        self._bf16 = weight.dtype == torch.bfloat16
-        self._function = library.load().rms_norm
+        self.weight = weight
+        self._call = library.NormCall(
+            weight=weight.data_ptr(),
+            epsilon=epsilon,
+            offset=offset,
+            is_bf16=weight.dtype == torch.bfloat16,
+        )
+        self._function = library.load().norm
         self._checked: tuple[Any, ...] = ()
 
     def __call__(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         """See rms_norm."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._function(self.bind(x, delta, out))
+        return out
+
+    def bind(self, x: Tensor, delta: Tensor | None, out: Tensor) -> library.NormCall:
+        """The call, checked, for `out` [T, D], which is dense; good until the next one."""
         seen = _kind(x) if delta is None else (*_kind(x), *_kind(delta))
         if seen != self._checked:
-            check_norm(x, self._weight, delta)
+            check_norm(x, self.weight, delta)
             check_native(x)
             self._checked = seen
-        rows, dim = x.shape
-        out = torch.empty((rows, dim), dtype=x.dtype)
-        self._function(
+        call = self._call
+        call.rows, call.dim = x.shape
+        call.out, call.x, call.out_row, call.x_row = (
             out.data_ptr(),
             x.data_ptr(),
-            None if delta is None else delta.data_ptr(),
-            self._weight.data_ptr(),
-            rows,
-            dim,
-            dim,
+            call.dim,
             x.stride(0),
-            0 if delta is None else delta.stride(0),
-            self._epsilon,
-            self._offset,
-            self._bf16,
         )
-        return out
+        call.delta = None if delta is None else delta.data_ptr()
+        call.delta_row = 0 if delta is None else delta.stride(0)
+        return call
 
 
 def rms_norm(
@@ -190,30 +211,29 @@ class GatedActivation:
     """gated_activation of one kind."""
 
     def __init__(self, *, gelu: bool = False) -> None:
-        self._gelu = gelu
+        self._call = library.GateCall(gelu=gelu)
         self._function = library.load().gate
         self._checked: tuple[Any, ...] = ()
 
     def __call__(self, both: Tensor) -> Tensor:
         """See gated_activation."""
+        out = torch.empty((*both.shape[:-1], both.shape[-1] // 2), dtype=both.dtype)
+        self._function(self.bind(both, out))
+        return out
+
+    def bind(self, both: Tensor, out: Tensor) -> library.GateCall:
+        """The call, checked, for `out` [T, D], which is dense; good until the next one."""
         seen = _kind(both)
         if seen != self._checked:
             check_gate(both)
             check_native(both)
             self._checked = seen
-        rows, dim = both.shape[0], both.shape[1] // 2
-        out = torch.empty((rows, dim), dtype=both.dtype)
-        self._function(
-            out.data_ptr(),
-            both.data_ptr(),
-            rows,
-            dim,
-            dim,
-            both.stride(0),
-            self._gelu,
-            both.dtype == torch.bfloat16,
-        )
-        return out
+        call = self._call
+        call.rows, call.dim = both.shape[0], both.shape[1] // 2
+        call.out, call.both = out.data_ptr(), both.data_ptr()
+        call.out_row, call.both_row = call.dim, both.stride(0)
+        call.is_bf16 = both.dtype == torch.bfloat16
+        return call
 
 
 def gated_activation(both: Tensor, *, gelu: bool = False) -> Tensor:
@@ -265,6 +285,26 @@ class RotaryStore:
         k_weight: Tensor | None = None,
     ) -> Tensor:
         """Rotates the queries of qkv in place; a view of them [T, Hq, D]."""
+        call = self.bind(qkv, k_cache, v_cache, q_weight, k_weight)
+        refused = self._function(call)
+        if refused:
+            raise ValueError(refusal_of_rotary_store(refused))
+        return self.queries(qkv)
+
+    def queries(self, qkv: Tensor) -> Tensor:
+        """The view of them [T, Hq, D], once qkv was bound."""
+        call = self._call
+        return qkv.as_strided((qkv.shape[0], call.num_heads, call.dim), (call.token, call.dim, 1))
+
+    def bind(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+    ) -> library.RotaryCall:
+        """The call, checked; good until the next one."""
         call = self._call
         seen = (*_kind(qkv), k_cache.shape, k_cache.stride(), k_cache.dtype)
         if seen != self._checked or q_weight is not None:
@@ -278,10 +318,7 @@ class RotaryStore:
         call.k_cache, call.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
         call.q_weight = None if q_weight is None else q_weight.data_ptr()
         call.k_weight = None if k_weight is None else k_weight.data_ptr()
-        refused = self._function(call)
-        if refused:
-            raise ValueError(f"token {refused - 1}: its slot or its position is outside")
-        return qkv.as_strided((qkv.shape[0], call.num_heads, call.dim), (call.token, call.dim, 1))
+        return call
 
 
 def rotary_store(

@@ -60,18 +60,22 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N], a fresh tensor."""
-        rows = x.shape[0]
+        out = torch.empty((x.shape[0], self.columns), dtype=self.dtype)
+        refused = self._function(self.bind(x, out))
+        assert not refused, "weights that this library does not multiply"
+        return out
+
+    def bind(self, x: Tensor, out: Tensor) -> library.QuantizedCall:
+        """The call, checked, for `out` [T, N], which is dense; good until the next one."""
         if x.dtype != self.dtype or x.shape[1:] != self._inputs or x.stride(1) != 1 or not x.is_cpu:
             raise ValueError(
                 f"x must be [rows, {self.depth}] of {self.dtype} with dense rows, got "
                 f"{tuple(x.shape)} of {x.dtype}"
             )
-        out = torch.empty((rows, self.columns), dtype=self.dtype)
         call = self._call
-        call.out, call.x, call.rows, call.x_row = out.data_ptr(), x.data_ptr(), rows, x.stride(0)
-        refused = self._function(call)
-        assert not refused, "weights that this library does not multiply"
-        return out
+        call.out, call.x = out.data_ptr(), x.data_ptr()
+        call.rows, call.x_row = x.shape[0], x.stride(0)
+        return call
 
 
 def _packed(weight: Tensor, bits: int) -> Tensor:

@@ -4,9 +4,11 @@
 // Each rounds where transformers' modules round: with bf16 after every operation that they do in
 // bf16. A row's arithmetic is its own: rows are shared out between threads, lanes never are.
 #include <algorithm>
+#include <type_traits>
 
 #include "lanes.h"
 #include "pool.h"
+#include "rows.h"
 
 namespace quire {
 namespace {
@@ -122,29 +124,6 @@ void rotate(const T* in, T* out, const float* cosine, const float* sine, int64_t
   }
 }
 
-}  // namespace
-
-// The queries, keys and values of a step's tokens, and where the keys and values go.
-struct RotaryCall {
-  void* qkv;  // [tokens, (heads + 2 kv heads) dim]; queries are rotated in place
-  void* k_cache;
-  void* v_cache;
-  const int64_t* slots;      // [tokens], -1: not stored
-  const int64_t* positions;  // [tokens]
-  const float* cosine;       // [positions, half]
-  const float* sine;
-  const void* q_weight;  // of a norm over each head, or null
-  const void* k_weight;
-  int64_t num_tokens, num_heads, num_kv_heads, dim, half, num_positions;
-  int64_t num_slots, block_size;
-  int64_t token;  // strides in elements
-  int64_t cache_block, cache_head, cache_slot;
-  int64_t is_bf16, offset;
-  float epsilon;
-};
-
-namespace {
-
 template <class T>
 void rotate_and_store(const RotaryCall& call) {
   const int64_t dim = call.dim, heads = call.num_heads, kv_heads = call.num_kv_heads;
@@ -220,30 +199,22 @@ QUIRE_EXPORT int64_t quire_store_kv(const char* k, const char* v, char* k_cache,
   return 0;
 }
 
-QUIRE_EXPORT void quire_rms_norm(void* out, void* x, const void* delta, const void* weight,
-                                 int64_t rows, int64_t dim, int64_t out_row, int64_t x_row,
-                                 int64_t delta_row, float epsilon, int64_t offset,
-                                 int64_t is_bf16) {
-  using quire::bf16;
-  if (is_bf16) {
-    quire::rms_norm(static_cast<bf16*>(out), static_cast<bf16*>(x),
-                    static_cast<const bf16*>(delta), static_cast<const bf16*>(weight), rows, dim,
-                    out_row, x_row, delta_row, epsilon, offset != 0);
-  } else {
-    quire::rms_norm(static_cast<float*>(out), static_cast<float*>(x),
-                    static_cast<const float*>(delta), static_cast<const float*>(weight), rows,
-                    dim, out_row, x_row, delta_row, epsilon, offset != 0);
-  }
+QUIRE_EXPORT void quire_norm(const quire::NormCall* call) {
+  const auto run = [call](auto* kind) {
+    using T = std::remove_pointer_t<decltype(kind)>;
+    quire::rms_norm(static_cast<T*>(call->out), static_cast<T*>(call->x),
+                    static_cast<const T*>(call->delta), static_cast<const T*>(call->weight),
+                    call->rows, call->dim, call->out_row, call->x_row, call->delta_row,
+                    call->epsilon, call->offset != 0);
+  };
+  call->is_bf16 ? run(static_cast<quire::bf16*>(nullptr)) : run(static_cast<float*>(nullptr));
 }
 
-QUIRE_EXPORT void quire_gate(void* out, const void* both, int64_t rows, int64_t dim,
-                             int64_t out_row, int64_t both_row, int64_t gelu, int64_t is_bf16) {
-  using quire::bf16;
-  if (is_bf16) {
-    quire::gate(static_cast<bf16*>(out), static_cast<const bf16*>(both), rows, dim, out_row,
-                both_row, gelu != 0);
-  } else {
-    quire::gate(static_cast<float*>(out), static_cast<const float*>(both), rows, dim, out_row,
-                both_row, gelu != 0);
-  }
+QUIRE_EXPORT void quire_gate(const quire::GateCall* call) {
+  const auto run = [call](auto* kind) {
+    using T = std::remove_pointer_t<decltype(kind)>;
+    quire::gate(static_cast<T*>(call->out), static_cast<const T*>(call->both), call->rows,
+                call->dim, call->out_row, call->both_row, call->gelu != 0);
+  };
+  call->is_bf16 ? run(static_cast<quire::bf16*>(nullptr)) : run(static_cast<float*>(nullptr));
 }

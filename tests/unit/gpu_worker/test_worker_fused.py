@@ -10,6 +10,7 @@ import transformers
 
 from gpu_worker import attention, models
 from gpu_worker.attention import StepTables, UnsupportedModelError
+from gpu_worker.fused_operators import NativeOperators
 from kernels.cache_layout import CacheLayout
 from tests.kernels.native import needs_native
 from tests.parity import families
@@ -109,6 +110,19 @@ def test_the_forward_is_that_of_the_modules(family: str, dtype: torch.dtype) -> 
     want, got = logits_of(plain, context(), step), logits_of(fused, context(), step)
     assert got.shape == want.shape == (4, families.VOCABULARY)
     assert float((got - want).abs().max()) <= TOLERANCE[dtype] * float(want.std()) * 5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_a_program_has_the_bits_of_operators_one_by_one(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = build(family)
+    together = fuse(module)
+    monkeypatch.setattr(NativeOperators, "program", lambda _self, _layers: None)
+    apart = fuse(module)
+    context, step = step_of(together)
+    want, got = (logits_of(model, context(), step) for model in (apart, together))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("family", FUSED)
