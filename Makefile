@@ -37,7 +37,7 @@ model: setup  ## fetch and convert the model MODEL (once)
 serve:  ## set up if needed, then serve: PORT=8000 GRPC_PORT=9000 WORKERS=1 MODEL=smollm2-135m
 	@exec $(PYTHON) -m deploy.local.setup --then deploy.local.launcher
 
-test: setup test-model  ## all tests that need no GPU (at most 10 minutes)
+test: setup test-model  ## all tests that need no GPU (10 to 14 minutes on two cores)
 	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "not gpu and not soak" --durations=15
 
 test-soak: setup test-model  ## memory pressure on the real model, random histories at length
