@@ -158,6 +158,16 @@ def test_a_program_has_the_bits_of_its_operators(name: str) -> None:
         assert torch.equal(step.cache, other.cache)
 
 
+def test_no_row_is_computed_that_the_step_has_not() -> None:
+    """Their memory is there, after a larger step or from the beginning; their time is a step's."""
+    model = Model()
+    program = Program(model.layers())
+    for batch in BATCHES:
+        step = Step.of(batch, model.dtype)
+        program.run(step.x, step.steps(model))
+        assert {call.rows for call in program._calls} == {len(step.x)}
+
+
 def test_operators_may_be_used_alone_in_between() -> None:
     model = Model()
     layers = model.layers()
