@@ -101,7 +101,7 @@ k8s-run-stub: setup  ## the same with stub workers, where podman is there; INSTA
 images:  ## build the container images: IMAGES="gateway scheduler worker" TORCH_BUILD=cpu
 	@$(PYTHON) -m deploy.docker $(IMAGES)
 
-bench: setup  ## serving, batching, gateway and start against their goals (25 minutes; QUICK=1: 12, rough)
+bench: setup  ## serving, batching, gateway and start against their goals (20 minutes; QUICK=1: 12, rough)
 	@$(PY) -m benchmarks $(if $(QUICK),--quick)
 
 bench-kernels: setup  ## kernels against their roofline

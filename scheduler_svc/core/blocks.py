@@ -205,9 +205,9 @@ class BlockPool:
             for block in table:
                 counts[block] += 1
         assert counts == self._counts, "reference counts differ from the block tables"
-        free = [block for block in range(self.num_blocks) if counts[block] == 0]
+        free = [block for block, count in enumerate(counts) if not count]
         assert free == sorted([*self._blank, *self._kept]), "free blocks differ from the counts"
         assert self.num_free == len(free), "free blocks are miscounted"
-        assert all(block in self._cached for block in self._kept), "a block that is kept is blank"
-        assert not any(block in self._cached for block in self._blank), "a blank block is cached"
+        assert self._cached.keys() >= self._kept.keys(), "a block that is kept is blank"
+        assert self._cached.keys().isdisjoint(self._blank), "a blank block is cached"
         assert {name: block for block, (name, _, _) in self._cached.items()} == self._index

@@ -1,5 +1,6 @@
 """The core's promises, checked after every event in tests and sampled in long runs."""
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 
@@ -8,8 +9,18 @@ from scheduler_svc.core.flight import DECODE, StepInFlight
 from scheduler_svc.core.lifecycle import RequestState
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.core.types import WorkerId
+from scheduler_svc.core.types import RequestId, WorkerId
+from scheduler_svc.core.waiting import WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
+
+# Locals of the module: these are asked for every request after every event.
+_WAITING, _RUNNING, _RETURNING = (
+    RequestState.WAITING, RequestState.RUNNING, RequestState.RETURNING,
+)  # fmt: skip
+_SWAPPED, _SWAPPING_IN, _FINISHED = (
+    RequestState.SWAPPED, RequestState.SWAPPING_IN, RequestState.FINISHED,
+)  # fmt: skip
+_LEFT = {_RETURNING, _SWAPPED, _FINISHED}
 
 
 def check_all(core: SchedulerCore, worker_id: WorkerId | None = None) -> None:
@@ -17,59 +28,72 @@ def check_all(core: SchedulerCore, worker_id: WorkerId | None = None) -> None:
 
     With a worker's id the insides of the others are left out.
     """
-    running, out = {}, set()
+    running: set[RequestId] = set()
+    out: set[RequestId] = set()
+    # Not by request_id: rows of one that has been superseded may still be in flight.
+    flights: Counter[Request] = Counter()
+    num_running = 0
     for worker in core._workers.values():
         if worker_id is None or worker.worker_id == worker_id:
             _check_worker(worker)
-        for request in worker.running.values():
-            assert request.request_id not in running, "a request runs twice"
-            running[request.request_id] = request
+        num_running += len(worker.running)
+        running.update([request.request_id for request in worker.running.values()])
         for swapped in worker.swap.swapped.values():
             request = swapped.request
             assert request.worker_id == worker.worker_id
             assert core._requests.get(request.request_id) is request
             assert swapped.is_out or request.state is RequestState.SWAPPING_IN
             out.add(request.request_id)
-    waiting = list(core._waiting)
-    assert [r.rank for r in waiting] == sorted(r.rank for r in waiting)
-    for request in core._requests.values():
-        assert (request.state is RequestState.RUNNING) == (request.request_id in running)
-        assert (request.state is RequestState.WAITING) == (request in core._waiting)
-        assert request.state is not RequestState.FINISHED, "a finished request is still held"
-        is_swapped = request.state in (RequestState.SWAPPED, RequestState.SWAPPING_IN)
-        assert is_swapped == (request.request_id in out)
-        if request.state is RequestState.RETURNING:
-            assert request.num_in_flight > 0, "a request waits for steps that are not in flight"
-        if request.state is RequestState.WAITING:
-            assert request.num_in_flight == 0, "a request with unreturned steps could be admitted"
-            assert not request.blocks, "a waiting request owns blocks"
-    # Not by request_id: rows of one that has been superseded may still be in flight.
-    flights: Counter[Request] = Counter()
-    for worker in core._workers.values():
         for flight in worker.in_flight:
             _check_flight(worker, flight)
             for row in flight.gone:
                 flights[flight.batch.requests[row]] += 1
+    assert len(running) == num_running, "a request runs twice"
+    waiting = core._waiting
+    ranks = [request.rank for request in waiting]
+    assert ranks == sorted(ranks)
+    total = 0
     for request in core._requests.values():
-        if request.state in (RequestState.RETURNING, RequestState.SWAPPED):
-            assert request.num_in_flight == flights[request]
-    total = sum(request.max_total_tokens for request in core._requests.values())
+        _check_request(request, running, out, waiting, flights)
+        total += request.max_total_tokens
     assert core._num_total_tokens == total
+
+
+def _check_request(
+    request: Request,
+    running: set[RequestId],
+    out: set[RequestId],
+    waiting: WaitingQueue,
+    flights: Counter[Request],
+) -> None:
+    """It is where its state says, and nowhere else."""
+    state, request_id = request.state, request.request_id
+    assert (request_id in running) == (state is _RUNNING)
+    assert (request in waiting) == (state is _WAITING)
+    assert (request_id in out) == (state is _SWAPPED or state is _SWAPPING_IN)
+    if state is _RUNNING:
+        return
+    assert state is not _FINISHED, "a finished request is still held"
+    if state is _WAITING:
+        assert request.num_in_flight == 0, "a request with unreturned steps could be admitted"
+        assert not request.blocks, "a waiting request owns blocks"
+    elif state is _RETURNING:
+        assert request.num_in_flight > 0, "a request waits for steps that are not in flight"
+        assert request.num_in_flight == flights[request]
+    elif state is _SWAPPED:
+        assert request.num_in_flight == flights[request]
 
 
 def _check_flight(worker: WorkerState, flight: StepInFlight) -> None:
     """A row's request is in its slot, or has left it and is known to have."""
-    batch = flight.batch
-    assert len(set(batch.slot_ids)) == len(batch.slot_ids), "two rows have one slot"
-    for row, (slot, request) in enumerate(zip(batch.slot_ids, batch.requests, strict=True)):
-        if row in flight.gone:
-            assert request.state in {
-                RequestState.RETURNING,
-                RequestState.SWAPPED,
-                RequestState.FINISHED,
-            }
-        else:
-            assert worker.running.get(slot) is request, "a row is elsewhere"
+    slots, requests = flight.batch.slot_ids, list(flight.batch.requests)
+    assert len(set(slots)) == len(slots), "two rows have one slot"
+    present = list(map(worker.running.get, slots))
+    for row in flight.gone:
+        assert requests[row].state in _LEFT
+        present[row] = requests[row]
+    # Requests are equal if they are the same.
+    assert present == requests, "a row is elsewhere"
 
 
 def _check_worker(worker: WorkerState) -> None:
@@ -105,16 +129,18 @@ def _check_counts(worker: WorkerState, in_rank: Sequence[Request]) -> None:
     known, limit = rows.num_tokens[slots].tolist(), rows.limit[slots].tolist()
     computed, at_admission = rows.num_computed[slots].tolist(), rows.known[slots].tolist()
     pending = sum(
-        max(0, tokens - done - 1)
-        for tokens, done, most in zip(known, computed, limit, strict=True)
-        if tokens < most
+        [
+            tokens - done - 1
+            for tokens, done, most in zip(known, computed, limit, strict=True)
+            if done + 1 < tokens < most
+        ]
     )
     assert worker.num_pending_prefill == pending
     assert worker.num_tokens_in_flight == sum([f.num_tokens for f in worker.in_flight])
-    unsampled = sum(tokens == before for tokens, before in zip(known, at_admission, strict=True))
+    unsampled = sum(map(operator.eq, known, at_admission))
     assert worker._num_unsampled == unsampled
     assert rows.num_planned == int((rows.planned > 0).sum())
-    num_left = [most - tokens for tokens, most in zip(known, limit, strict=True)]
+    num_left = list(map(operator.sub, limit, known))
     assert worker.num_open <= min(num_left, default=worker.num_open)
 
 
@@ -138,24 +164,22 @@ def _check_rows(worker: WorkerState, size: int) -> None:
     slots = list(worker.running)
     columns = (rows.num_tokens, rows.num_computed, rows.num_confirmed, rows.limit, rows.room)
     numbers = zip(*(column[slots].tolist() for column in columns), strict=True)
-    flights = [
-        (flight, {id(request): row for row, request in enumerate(flight.batch.requests)})
-        for flight in worker.in_flight
-    ]
-    for (slot, request), row in zip(worker.running.items(), numbers, strict=True):
-        num_tokens, num_computed, num_confirmed, limit, room = row
+    coming: dict[int, int] = {}
+    for flight in worker.in_flight:
+        special = flight.special
+        for row, request in enumerate(flight.batch.requests):
+            computes = (special.get(row) or DECODE)[0]
+            coming[id(request)] = coming.get(id(request), 0) + computes
+    for (slot, request), columns_of in zip(worker.running.items(), numbers, strict=True):
+        num_tokens, num_computed, num_confirmed, limit, room = columns_of
         assert request.slot == slot
         assert request.worker_id == worker.worker_id
         assert limit == request.max_total_tokens
         assert room == len(request.blocks) * size
-        for block in request.blocks[num_confirmed // size :]:
-            assert not worker.pool.is_shared(block), "a shared block may be written"
+        shared = map(worker.pool.is_shared, request.blocks[num_confirmed // size :])
+        assert not any(shared), "a shared block may be written"
         assert num_computed <= room, "computed past the table"
-        num_coming = sum(
-            flight.special.get(row_of[id(request)], DECODE)[0]
-            for flight, row_of in flights
-            if id(request) in row_of
-        )
+        num_coming = coming.get(id(request), 0)
         assert num_confirmed + num_coming == num_computed < num_tokens
         assert len(request.token_ids) <= num_tokens <= request.max_total_tokens
         # Room for what has been computed and at most the next block.
