@@ -35,7 +35,7 @@ from scheduler_svc.core.worker_state import WorkerState
 
 # Requests that a worker could run, looked at in one step of it and not admitted.
 _MAX_SCAN = 64
-_STRANDED_CHECK_NS = 100_000_000
+_NOTHING: Mapping[WorkerId, int] = {}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,13 +58,14 @@ class _Fill:
     late: list[Request] = field(default_factory=list)
     # The lowest counter of those that were looked at and not admitted.
     least: float = float("inf")
-    # Of the other workers with room the one that has least to do, looked for when it is asked for.
-    emptiest: WorkerState | None = None
-    seeks_emptiest: bool = False
     # A suspect is tried on the worker, or waits for that.
     is_closed: bool = False
-    # Not with `static`, where a worker may take none for more than one reason.
+    # Where there are several workers and requests.
     elsewhere: Elsewhere | None = None
+
+    def num_promised(self, worker: WorkerState) -> int:
+        """What requests looked at before will cost on another worker."""
+        return 0 if self.elsewhere is None else self.elsewhere.promised.get(worker.worker_id, 0)
 
 
 class Admission:
@@ -89,9 +90,6 @@ class Admission:
         self._is_static = config.scheduling_policy == "static"
         self._workers = workers
         self._overtakes = Overtakes()
-        self._stranded_check_at_ns = 0
-        # Whether stranded_since_ns may be set in a waiting request.
-        self._some_stranded = False
 
     def eligible(self, request: Request, *, draining: bool = True) -> list[WorkerState]:
         """Workers that could run the request and whose tokens its gateway reads.
@@ -124,8 +122,8 @@ class Admission:
         if most == 0 or not self._is_open(worker, budget):
             return
         several = len(self._workers) > 1 and len(self._waiting) > 1
-        fill = _Fill(worker=worker, budget=budget, now_ns=now_ns, most=most, seeks_emptiest=several)
-        if several and not self._is_static:
+        fill = _Fill(worker=worker, budget=budget, now_ns=now_ns, most=most)
+        if several:
             fill.elsewhere = Elsewhere(worker, self._workers, self._config, self._sharing)
         for request in self._waiting.in_turn(fill.left):
             if not self._goes_on(fill, request):
@@ -173,8 +171,10 @@ class Admission:
             workers = [worker]
         elif len(self._workers) == 1:
             workers = [worker]
-        elif self._is_dearer_here(fill, request):
+        elif self._goes_elsewhere(fill, request):
             workers = []
+            if fill.elsewhere is not None:
+                fill.elsewhere.promise(request)
         else:
             workers = self._open_to(request, worker)
         placement, reason = self._find_placement(fill, request, workers)
@@ -204,23 +204,41 @@ class Admission:
         if request.waits.reason is not reason:
             request.waits.turn_to(reason, fill.now_ns, self.overtaken_ns(request))
 
+    def _goes_elsewhere(self, fill: _Fill, request: Request) -> bool:
+        """Whether the request certainly goes to another worker, `cheapest_at`.
+
+        Seen by a few numbers instead of a match with each worker, in the plan of each.
+        """
+        elsewhere = fill.elsewhere
+        if request.sample_group or request.held_for in fill.worker.coming:
+            return False
+        if elsewhere is not None:
+            # Not with `static`, where a worker may take none for more than one reason.
+            if not self._is_static and elsewhere.keeps(request):
+                return True
+            other = elsewhere.emptiest()
+            if (
+                other is not None
+                and planner.is_better(other, fill.worker, request, fill.num_promised(other))
+                and self._is_open_to(other, request)
+            ):
+                request.cheapest_at = other.worker_id
+                request.num_uncached_there = len(request.token_ids)
+                return True
+        return self._is_dearer_here(fill, request)
+
     def _is_dearer_here(self, fill: _Fill, request: Request) -> bool:
         """Whether the request still goes to where it would have gone at the last look.
 
-        Two matches instead of one with each worker, in the plan of each. An answer of no room can't
-        stand: it would have come after that look, and have forgotten it.
+        An answer of no room can't stand: it would have come after that look, and have forgotten it.
         """
         worker, name = fill.worker, request.cheapest_at
         other = None if name is None else self._workers.get(name)
-        if other is None or other is worker or request.sample_group:
-            return False
-        if fill.elsewhere is not None and fill.elsewhere.keeps(request):
-            return True
-        if request.held_for in worker.coming or not self._is_open_to(other, request):
+        if other is None or other is worker or not self._is_open_to(other, request):
             return False
         if not planner.has_room(other, self._config):
             return False
-        there = planner.cost_at(request, other, self._sharing)
+        there = planner.cost_at(request, other, self._sharing, fill.num_promised(other))
         return there < planner.cost_at(request, worker, self._sharing)
 
     def _is_open_to(self, worker: WorkerState, request: Request) -> bool:
@@ -260,15 +278,13 @@ class Admission:
         if request.held_for in fill.worker.coming and request.num_holds < config.max_holds:
             request.num_holds += 1
             return None, Wait.HELD_BACK
-        if fill.seeks_emptiest:
-            fill.emptiest = planner.emptiest_but(fill.worker, self._workers.values(), config)
-            fill.seeks_emptiest = False
-        other = fill.emptiest
-        if other in workers and planner.is_better(other, fill.worker, request):
-            return None, Wait.TURN
         if request.had_no_room_at is not None and request.had_no_room_at == _changes(workers):
             return None, Wait.BLOCKS
-        placement = planner.find_placement(request, workers, config, self._sharing, fill.worker)
+        elsewhere = fill.elsewhere
+        promised = _NOTHING if elsewhere is None else elsewhere.promised
+        placement = planner.find_placement(
+            request, workers, config, self._sharing, fill.worker, promised
+        )
         request.cheapest_at = None
         if placement is None:
             request.had_no_room_at = _changes(workers)
@@ -276,6 +292,9 @@ class Admission:
         request.had_no_room_at = None
         if placement.worker is not fill.worker:
             request.cheapest_at = placement.worker.worker_id
+            request.num_uncached_there = len(request.token_ids) - placement.num_cached
+            if elsewhere is not None:
+                elsewhere.promise(request)
         return placement, Wait.TURN
 
     def _waits_to_fork(self, request: Request, found: Fork) -> bool:
@@ -437,49 +456,6 @@ class Admission:
                 sample_index=request.sample_index,
             )
         )
-
-    # Requests that no worker can take
-
-    def find_stranded(self, now_ns: int) -> list[Request]:
-        """Requests without a token that no worker could take for worker_wait_ns."""
-        if now_ns < self._stranded_check_at_ns or not len(self._waiting):
-            return []
-        self._stranded_check_at_ns = now_ns + _STRANDED_CHECK_NS
-        longest = self._longest_by_gateway()
-        needed = self._waiting.longest_by_gateway
-        all_have = all(longest.get(g, 0) >= num_tokens for g, num_tokens in needed.items())
-        if all_have and not self._some_stranded:
-            return []
-        self._some_stranded = not all_have
-        stranded: list[Request] = []
-        for request in self._waiting:
-            if request.max_total_tokens <= longest.get(request.gateway_id, 0):
-                if request.stranded_since_ns is not None:
-                    request.waits.turn_to(Wait.TURN, now_ns)
-                request.stranded_since_ns = None
-            elif request.stranded_since_ns is None:
-                request.stranded_since_ns = now_ns
-                request.waits.turn_to(Wait.WORKER, now_ns)
-            elif (
-                request.num_output_tokens == 0
-                and now_ns - request.stranded_since_ns >= self._config.worker_wait_ns
-            ):
-                stranded.append(request)
-        return stranded
-
-    def _longest_by_gateway(self) -> dict[str, int]:
-        """The longest request that some worker could run, for each gateway with workers."""
-        longest: dict[str, int] = {}
-        for worker in self._workers.values():
-            for gateway_id in worker.gateway_ids:
-                longest[gateway_id] = max(longest.get(gateway_id, 0), worker.max_request_tokens)
-        return longest
-
-    def wake_at_ns(self, now_ns: int) -> int | None:
-        """When find_stranded has to look again."""
-        if not len(self._waiting):
-            return None
-        return max(self._stranded_check_at_ns, now_ns + 1)
 
 
 def _changes(workers: Sequence[WorkerState]) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,8 @@
-"""Requests that wait for the next step of another worker, told by a few numbers.
+"""What of the other workers counts while one is given requests for its next step.
+
+A request that waits for the next step of another worker is promised to it: what it will cost there
+stands before those behind it. Else all that wait would go to the one worker that has least to do,
+each only in a step of that one, while the others stand idle.
 
 With many workers such a request is looked at in the plan of each of them before its turn comes, and
 mostly the answer is that of the last look. That is certain if nothing of it is cached here, if what
@@ -8,8 +12,9 @@ cached there can only make it cheaper.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
-from scheduler_svc.core import planner
+from scheduler_svc.core import planner, policy
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.sharing import PrefixSharing
@@ -42,10 +47,45 @@ class Elsewhere:
         self._sharing = sharing
         self._others: dict[WorkerId, _Other | None] = {}
         self._standing = planner.load(worker)
+        # By worker, what those looked at before will cost there.
+        self.promised: dict[WorkerId, int] = {}
+        # What stands before a new one as last seen, the place among workers, what stands there
+        # without what has been promised, and the worker.
+        self._by_standing: list[tuple[int, int, int, WorkerState]] | None = None
 
     def admitted(self) -> None:
         """The worker has one request more."""
         self._standing = planner.load(self._worker)
+
+    def promise(self, request: Request) -> None:
+        """The request waits for a step of the worker that is cheapest."""
+        assert request.cheapest_at is not None
+        name, num_uncached = request.cheapest_at, request.num_uncached_there
+        cost = policy.placement_cost(num_uncached, num_pending=0, num_running=1)
+        self.promised[name] = self.promised.get(name, 0) + cost
+
+    def emptiest(self) -> WorkerState | None:
+        """Of the others with room, the first that has least to do.
+
+        So that not each of many that wait is matched with all workers, in the plan of each.
+        """
+        if self._by_standing is None:
+            self._by_standing = [
+                ((standing := planner.load(other)), place, standing, other)
+                for place, other in enumerate(self._workers.values())
+                if other is not self._worker
+                and not other.draining
+                and planner.has_room(other, self._config)
+            ]
+            heapify(self._by_standing)
+        heap = self._by_standing
+        while heap:
+            seen, place, standing, other = heap[0]
+            now = standing + self.promised.get(other.worker_id, 0)
+            if now == seen:
+                return other
+            heapreplace(heap, (now, place, standing, other))
+        return None
 
     def keeps(self, request: Request) -> bool:
         """Whether the request certainly goes to where it would have gone at the last look.
@@ -58,7 +98,7 @@ class Elsewhere:
         if name not in self._others:
             self._others[name] = self._other(name)
         other = self._others[name]
-        if other is None or other.standing >= self._standing:
+        if other is None or other.standing + self.promised.get(name, 0) >= self._standing:
             return False
         there = other.worker
         return (

@@ -6,7 +6,7 @@ leaves, and no more than the decodes of the step may wait for. Nothing is admitt
 which running requests lacked blocks.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_svc.core import policy, suspects
@@ -15,7 +15,7 @@ from scheduler_svc.core.ready import StepPlan
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Column, column
 from scheduler_svc.core.sharing import PrefixSharing
-from scheduler_svc.core.types import BlockId, PrefixStop
+from scheduler_svc.core.types import BlockId, PrefixStop, WorkerId
 from scheduler_svc.core.value import value
 from scheduler_svc.core.worker_state import WorkerState
 
@@ -166,9 +166,11 @@ def find_placement(
     config: CoreConfig,
     sharing: PrefixSharing,
     planning: WorkerState,
+    promised: Mapping[WorkerId, int],
 ) -> Placement | None:
     """The cheapest worker that has room for the whole request now; None if none has.
 
+    `promised` is what requests before this one will cost on workers whose next step they wait for.
     Among equals the one whose step is planned, which is one of them: it can have the request at
     once. Room is a free slot, and blocks for all known tokens above the watermark. Workers that
     are dearer whatever they have cached are matched only if that is the answer, for its `stop`;
@@ -189,7 +191,7 @@ def find_placement(
     for worker in workers:
         if worker is planning:
             continue
-        standing = load(worker)
+        standing = load(worker) + promised.get(worker.worker_id, 0)
         if standing + 1 >= best_cost:
             dearer.append(worker)
             continue
@@ -221,14 +223,16 @@ def find_placement(
     )
 
 
-def cost_at(request: Request, worker: WorkerState, sharing: PrefixSharing) -> float:
+def cost_at(
+    request: Request, worker: WorkerState, sharing: PrefixSharing, num_promised: int = 0
+) -> float:
     """What find_placement compares; NO_ROOM if there are too few blocks."""
     is_cold = sharing.is_cold(request, worker)
     cached = [] if is_cold else sharing.match(request, worker).blocks
     num_tokens = len(request.token_ids)
     if _spare(worker, num_tokens, cached) < worker.watermark:
         return NO_ROOM
-    return load(worker, num_tokens - len(cached) * worker.capacity.block_size)
+    return num_promised + load(worker, num_tokens - len(cached) * worker.capacity.block_size)
 
 
 def _spare(worker: WorkerState, num_tokens: int, cached: Sequence[BlockId]) -> int:
@@ -238,30 +242,14 @@ def _spare(worker: WorkerState, num_tokens: int, cached: Sequence[BlockId]) -> i
     return pool.num_free - num_new - (pool.num_free_among(cached) if cached else 0)
 
 
-def is_better(worker: WorkerState, than: WorkerState, request: Request) -> bool:
+def is_better(
+    worker: WorkerState, than: WorkerState, request: Request, num_promised: int = 0
+) -> bool:
     """Whether the request would go to `worker` rather, whatever the caches of both have of it."""
     num_tokens = len(request.token_ids)
     spare = worker.pool.num_free - worker.blocks_for(num_tokens)
-    return spare >= worker.watermark and load(worker, num_tokens) < load(than, num_uncached=1)
-
-
-def emptiest_but(
-    worker: WorkerState, workers: Iterable[WorkerState], config: CoreConfig
-) -> WorkerState | None:
-    """Of the others with room, the first that has least to do.
-
-    So that of many requests that wait not each is matched with all workers, in the plan of each.
-    """
-    best, least = None, NO_ROOM
-    for other in workers:
-        if (
-            (standing := load(other)) < least
-            and other is not worker
-            and not other.draining
-            and has_room(other, config)
-        ):
-            best, least = other, standing
-    return best
+    there = num_promised + load(worker, num_tokens)
+    return spare >= worker.watermark and there < load(than, num_uncached=1)
 
 
 def load(worker: WorkerState, num_uncached: int = 0) -> int:

@@ -79,6 +79,7 @@ class Request:
     had_no_room_at: tuple[tuple[int, int], ...] | None = None
     # Where the last look at the workers would have it, if not on that whose step was planned.
     cheapest_at: WorkerId | None = None
+    num_uncached_there: int = 0
     # Workers lost in all; workers lost and steps failed since its last token.
     num_workers_lost: int = 0
     num_losses: int = 0

@@ -10,7 +10,7 @@ Owns every request from arrival to its one end, and the state of every worker. R
 from itertools import chain
 from typing import assert_never
 
-from scheduler_svc.core import breaches, explain, planner, suspects
+from scheduler_svc.core import breaches, explain, planner, stranded, suspects
 from scheduler_svc.core.account import Account, Wait
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.arrivals import new_request
@@ -96,6 +96,7 @@ class SchedulerCore:
             tenants=self._tenants,
             workers=self._workers,
         )
+        self._stranded = stranded.Stranded(config.worker_wait_ns, self._waiting, self._workers)
         self._preemptions = Preemptions(
             config=config,
             stats=self.stats,
@@ -484,9 +485,8 @@ class SchedulerCore:
             self._spent.append(request)
 
     def _end_stranded(self) -> None:
-        message = "no worker could take the request in time"
-        for request in self._admission.find_stranded(self._now_ns):
-            self._finish(request, FinishReason.UNAVAILABLE, notify=True, message=message)
+        for request in self._stranded.find(self._now_ns):
+            self._finish(request, FinishReason.UNAVAILABLE, notify=True, message=stranded.MESSAGE)
 
     def _end_spent(self) -> None:
         for request in self._spent:
@@ -495,6 +495,6 @@ class SchedulerCore:
         self._spent.clear()
 
     def _wake_at_ns(self) -> int | None:
-        wakes = [self._deadlines.next_ns(), self._admission.wake_at_ns(self._now_ns)]
+        wakes = [self._deadlines.next_ns(), self._stranded.wake_at_ns(self._now_ns)]
         wakes += [ns for w in self._workers.values() if (ns := w.depth.held_until_ns) is not None]
         return min(filter(None, wakes), default=None)

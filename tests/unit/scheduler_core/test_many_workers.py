@@ -135,10 +135,10 @@ def test_a_worker_whose_plans_are_full_is_not_waited_for() -> None:
     assert [(plan.worker_id, len(plan.admits)) for plan in c.last.plans] == [("b", 3)]
 
 
-def two_busy_workers() -> Cluster:
-    """With steps in flight; `a` has more to do than `b`, by less than a prompt."""
+def two_busy_workers(*, num_at_a: int = 2) -> Cluster:
+    """With steps in flight; `a` has more to do than `b`, with two by less than a prompt."""
     c = Cluster(make_core(hash_key=b"k", max_inflight_steps=1))
-    for name, num_running in (("a", 2), ("b", 1)):
+    for name, num_running in (("a", num_at_a), ("b", 1)):
         size = {"num_slots": 40, "num_blocks": 1000, "max_num_batched_tokens": 256}
         c.begin(name, gateways=(GATEWAY, name), **size)
         for number in range(num_running):
@@ -149,15 +149,42 @@ def two_busy_workers() -> Cluster:
 
 def test_many_that_wait_for_another_worker_are_not_compared_in_each_plan() -> None:
     """What is less to do there is less for each of them, while nothing of it is cached here."""
-    c = two_busy_workers()
-    waiting = [make_request(f"w{n}", prompt=PREFIX, family=n, max_tokens=4) for n in range(20)]
+    c = two_busy_workers(num_at_a=12)
+    waiting = [make_request(f"w{n}", prompt=24, family=n, max_tokens=4) for n in range(4)]
     c.arrive_together(*waiting)
     c.step("a")  # where each would go is found out
     for _ in range(3):
         assert calls_of(planner.cost_at, lambda: c.step("a")) == 0
         assert [(plan.worker_id, plan.admits) for plan in c.last.plans] == [("a", ())]
     c.step("b")
-    assert [(plan.worker_id, len(plan.admits) > 0) for plan in c.last.plans] == [("b", True)]
+    assert [(plan.worker_id, len(plan.admits)) for plan in c.last.plans] == [("b", 4)]
+
+
+def test_those_that_wait_do_not_all_wait_for_one_worker() -> None:
+    """Each counts those before it where they will go, so all workers are given work at once."""
+    c = two_busy_workers()
+    waiting = [make_request(f"w{n}", prompt=PREFIX, family=n, max_tokens=4) for n in range(4)]
+    c.arrive_together(*waiting)
+    c.step("a")
+    assert [(plan.worker_id, len(plan.admits)) for plan in c.last.plans] == [("a", 2)]
+    c.step("b")
+    assert [(plan.worker_id, len(plan.admits)) for plan in c.last.plans] == [("b", 2)]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "static"])
+def test_a_burst_is_spread_within_a_step_of_each_worker(policy: str) -> None:
+    """However many there are: nobody waits for a worker while another has room for it."""
+    c = idle_cluster(scheduling_policy=policy)
+    for number in range(NUM_WORKERS):
+        c.arrive(make_request(f"r{number}", prompt=9 + number, family=number, max_tokens=400))
+    c.arrive_together(
+        *(make_request(f"b{n}", prompt=64, family=20 + n, max_tokens=400) for n in range(32))
+    )
+    for number in range(NUM_WORKERS):
+        c.step(f"w{number}")
+    assert c.core.view().num_waiting == 0 or policy == "static"
+    running = [len(worker.running) for worker in c.core._workers.values()]
+    assert max(running) - min(running) <= 1
 
 
 def test_one_that_waits_for_another_worker_goes_where_its_prompt_has_come_to_be_cached() -> None:
