@@ -138,5 +138,5 @@ def test_a_log_probability_of_another_token_is_found(monkeypatch: pytest.MonkeyP
         return feed(self, *others, logprobs[::-1])
 
     monkeypatch.setattr(StreamState, "feed", backwards)
-    found = (run_seeds([seed], Options())[0].rule for seed in range(10))
+    found = (run_seeds([seed], Options())[0].rule for seed in range(15, 25))
     assert "each token comes with its own log probability" in found
