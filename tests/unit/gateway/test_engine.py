@@ -8,7 +8,7 @@ from gateway.core.errors import QueueFullError, RequestRejected, UnavailableErro
 from gateway.core.labels import cache_partition
 from gateway.core.requests import RawRequest
 from gateway.core.stream import Fed, StreamState
-from gateway.core.types import FinishReason, RequestId, TokenBatch
+from gateway.core.types import Admission, FinishReason, QueuedRequest, RequestId, TokenBatch
 from gateway.live import RUNS_S
 from tests.unit.gateway.fakes import Bench, FakeLink, drain_chunks, make_bench, running
 
@@ -176,6 +176,32 @@ async def test_superseding_waits_for_redis() -> None:
         bench.queue.error = None
         await eventually(lambda: bench.queue.superseded)
         assert len(bench.queue.superseded) == 1
+
+
+async def test_a_client_that_leaves_while_its_request_is_asked_for_anew_cancels_that() -> None:
+    """A cancel that was sent before the later attempt stands in the queue would be for the old."""
+    bench = make_bench()
+    async with running(bench):
+        live = await bench.submit(max_tokens=9)
+        bench.say(live.request_id, "ab")
+        waits, goes_on = asyncio.Event(), asyncio.Event()
+        supersede = bench.queue.supersede
+
+        async def slowly(old: Admission, request: QueuedRequest) -> Admission:
+            waits.set()
+            await goes_on.wait()
+            return await supersede(old, request)
+
+        bench.queue.supersede = slowly  # type: ignore[method-assign]
+        bench.engine.on_gap(bench.link)
+        await waits.wait()
+        bench.engine.cancel(live)
+        before = len(bench.queue.cancelled)
+        goes_on.set()
+        await eventually(lambda: bench.queue.superseded)
+        await eventually(lambda: len(bench.queue.cancelled) > before)
+        assert bench.queue.cancelled[-1] == live.request_id
+    assert_idle(bench)
 
 
 async def test_a_stream_that_is_lost_again_and_again() -> None:
