@@ -111,5 +111,8 @@ class WorkerHealth:
             return
         self._last_message_ns += gap_ns
         self._last_result_ns += gap_ns
+        self._in_flight = deque(
+            sent._replace(at_ns=sent.at_ns + gap_ns) for sent in self._in_flight
+        )
         if self._broken_since_ns is not None:
             self._broken_since_ns += gap_ns

@@ -1,5 +1,7 @@
 """When a worker is lost, on a clock that the test turns."""
 
+import pytest
+
 from scheduler_svc.adapters.loss_rules import Verdict, WorkerHealth
 from scheduler_svc.core.types import CostProfile
 
@@ -120,6 +122,39 @@ def test_time_in_which_this_process_stood_still_does_not_count() -> None:
     turned.now_ns += 60 * S
     assert turned.health.check(turned.now_ns) is None
     assert turned.wait(0.9) is None
+    assert turned.wait(0.2) is not None
+
+
+@pytest.mark.parametrize("idle_s", [0, 600])
+def test_a_pause_of_this_process_is_no_time_of_a_step(idle_s: int) -> None:
+    """Also of one that was sent to a worker which had had nothing to do for longer than that."""
+    turned = Turned()
+    turned.wait(idle_s, heartbeats=True)
+    turned.send(1)
+    turned.wait(1.0, heartbeats=True)
+    turned.now_ns += 60 * S
+    assert turned.wait(8.5, heartbeats=True) is None
+    assert turned.wait(1.0, heartbeats=True) == Verdict(
+        reason="a step does not end", lost=True, stuck=True
+    )
+
+
+def test_a_pause_is_no_time_of_a_step_that_began_with_a_result() -> None:
+    turned = Turned()
+    turned.send(1)
+    turned.send(2)
+    turned.wait(1.9, heartbeats=True)
+    turned.answer()
+    turned.now_ns += round(1.8 * S)
+    assert turned.wait(9.5, heartbeats=True) is None
+
+
+def test_a_pause_of_this_process_is_no_part_of_the_grace() -> None:
+    turned = Turned()
+    turned.health.stream_broken(turned.now_ns)
+    turned.wait(0.5)
+    turned.now_ns += 60 * S
+    assert turned.wait(0.4) is None
     assert turned.wait(0.2) is not None
 
 
