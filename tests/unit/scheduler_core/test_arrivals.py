@@ -235,6 +235,20 @@ def test_a_snapshot_raises_the_attempt_of_one_that_runs_elsewhere() -> None:
     assert (c.output("a"), c.end("a")) == expected_output(make_request("a", max_tokens=8))
 
 
+@pytest.mark.parametrize("seen", [4, 5])
+def test_a_snapshot_of_an_attempt_that_is_no_later_disturbs_nobody(seen: int) -> None:
+    """What runs repeats all that the other worker can have sent under the same one."""
+    c = cluster(depth=2)
+    c.begin("w0")
+    c.arrive(make_request("a", max_tokens=8, attempt=5))
+    c.steps(3, "w0")
+    c.join_as(make_worker("w1", snapshot_attempts={RequestId(b"a"): seen}, now_ns=c.now_ns))
+    c.run()
+    assert c.finish("a", attempt=5).attempt == 5
+    computed = sum(sum(step.values()) for step in c.workers[WorkerId("w0")].steps)
+    assert computed == 4 + 8 - 1
+
+
 def test_a_snapshot_makes_one_that_ran_here_before_repeat_all() -> None:
     """Preempted on w0, attempt raised by w1's snapshot, back on w0: not from where w0 stopped."""
     c = cluster(watermark=0.0, enable_prefix_caching=False)
