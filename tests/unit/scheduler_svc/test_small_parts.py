@@ -1,14 +1,18 @@
 """Settings, Redis time, the gateways' grace, metrics."""
 
+import asyncio
+
 import pytest
 from prometheus_client import generate_latest
 
 from scheduler_svc import settings
+from scheduler_svc.adapters import gateway_watch
 from scheduler_svc.adapters.clock import MonotonicClock
 from scheduler_svc.adapters.gateway_watch import GRACE_NS, GatewayWatch
 from scheduler_svc.adapters.inbox_redis import RedisTime
 from scheduler_svc.adapters.redis_access import RedisHealth
 from scheduler_svc.core.account import Account, Wait
+from scheduler_svc.core.events import GatewayLost
 from scheduler_svc.core.ready import CoreStats, CoreView, Finish, Ready, WorkerView
 from scheduler_svc.core.types import (
     FinishReason,
@@ -21,6 +25,7 @@ from scheduler_svc.metrics import Sample, SchedulerMetrics
 from servicekit import redis_client
 from servicekit.metrics import new_registry
 from servicekit.settings import SettingsError
+from tests.integration.scheduler.harness import Recorder
 
 S = 1_000_000_000
 
@@ -104,6 +109,60 @@ async def test_a_gateway_has_a_grace_after_it_was_last_seen() -> None:
     assert watch.lost({"b"}, now_ns + GRACE_NS - S) == []
     assert sorted(watch.lost({"b"}, now_ns + GRACE_NS + S)) == ["a", "from a request"]
     assert watch.lost({"b"}, now_ns + GRACE_NS + 2 * S) == [], "said once"
+    await redis.aclose()
+
+
+class TurnedClock:
+    """ports.Clock that the test turns."""
+
+    now = 0
+
+    def now_ns(self) -> int:
+        """Nanoseconds."""
+        return self.now
+
+
+async def test_all_gateways_have_their_grace_anew_once_redis_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They could not register meanwhile, and their records have run out."""
+    clock, sink = TurnedClock(), Recorder()
+    answers: list[set[str] | Exception] = [{"g"}]
+    read = asyncio.Event()
+
+    async def members(*_: object) -> set[str]:
+        while not answers:
+            read.set()
+            await asyncio.sleep(0)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def answer(*given: set[str] | Exception) -> None:
+        read.clear()
+        answers.extend(given)
+        await read.wait()
+
+    monkeypatch.setattr(redis_client, "members", members)
+    monkeypatch.setattr(gateway_watch, "PERIOD_S", 0)
+    redis = redis_client.connect("redis://127.0.0.1:1/0")
+    watch = GatewayWatch(
+        redis, model="m", clock=clock, sink=sink, subscribed=frozenset, health=RedisHealth(clock)
+    )
+    watching = asyncio.create_task(watch.run())
+    await read.wait()
+    clock.now += 2 * GRACE_NS
+    await answer(ConnectionError("away"), set())
+    assert sink.events == []
+    clock.now += GRACE_NS
+    await answer(set())
+    assert sink.events == []
+    clock.now += S
+    await answer(set(), set())
+    assert sink.events == [GatewayLost(now_ns=clock.now, gateway_id="g")]
+    watching.cancel()
+    await asyncio.wait([watching])
     await redis.aclose()
 
 
