@@ -91,6 +91,7 @@ class Program:
         self._calls: list[Any] = []  # whose rows are the step's
         self._of_steps: list[tuple[library.Part, library.Part]] = []  # rotary store and attention
         self._array: Any = None
+        self._checked: dict[int, Tensor] = {}  # caches, by their ids
         self._lay_out(LEAST_ROWS)
 
     def run(self, x: Tensor, steps: Sequence[LayerStep]) -> tuple[Tensor, Tensor]:
@@ -117,6 +118,7 @@ class Program:
         bound: dict[int, int] = {}
         for layer, step, parts in zip(self._layers, steps, self._of_steps, strict=True):
             store, attend, keys, values = step
+            self._check_caches(step, steps)
             if id(store) not in bound:
                 rotary = store.bind(qkv, keys, values, layer.q_weight, layer.k_weight)
                 bound[id(store)] = ctypes.addressof(rotary)
@@ -129,6 +131,31 @@ class Program:
                 part.call, part.k_cache, part.v_cache = bound[id(of)], k_cache, v_cache
         self._run()
         return buffers.x[:rows], attended
+
+    def _check_caches(self, step: LayerStep, steps: Sequence[LayerStep]) -> None:
+        """What is bound for one layer's cache is right for those of all that share it.
+
+        A worker's caches are the same tensors in each step, so each is looked at once.
+        """
+        store, attend, keys, values = step
+        if self._checked.get(id(keys)) is keys and self._checked.get(id(values)) is values:
+            return
+        for other in steps:
+            if other[0] is store or other[1] is attend:
+                for mine, first in ((keys, other[2]), (values, other[3])):
+                    if (
+                        mine.shape != first.shape
+                        or mine.stride() != first.stride()
+                        or mine.dtype != first.dtype
+                    ):
+                        raise ValueError(
+                            "layers that share an operator must have caches of one shape: "
+                            f"{tuple(mine.shape)} of {mine.dtype} beside {tuple(first.shape)} "
+                            f"of {first.dtype}"
+                        )
+        if len(self._checked) >= 4 * len(self._layers):
+            self._checked.clear()
+        self._checked[id(keys)], self._checked[id(values)] = keys, values
 
     def _run(self) -> None:
         refusal = ctypes.c_int64()

@@ -203,3 +203,22 @@ def test_rows_of_another_width_or_dtype_are_refused() -> None:
     for x in (step.x[:, 1:], step.x.bfloat16()):
         with pytest.raises(ValueError, match="x must be"):
             program.run(x, step.steps(model))
+
+
+@pytest.mark.parametrize("which", [2, 3])
+def test_caches_of_layers_that_share_an_operator_are_of_one_shape(which: int) -> None:
+    """They are bound once; and a step that is refused leaves nothing that the next one trusts."""
+    model = Model()
+    program = Program(model.layers())
+    step = Step.of(BATCHES[0], model.dtype)
+    steps = step.steps(model)
+    good = [part.clone() for part in program.run(step.x, steps)]
+    layer: list[Any] = list(steps[1])
+    cache = layer[which]
+    for wrong in (cache[:-1], cache.transpose(1, 2), cache.double()):
+        layer[which] = wrong
+        bad: list[Any] = [steps[0], tuple(layer), *steps[2:]]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="must have caches of one shape"):
+                program.run(step.x, bad)
+    assert all(map(torch.equal, program.run(step.x, steps), good))
