@@ -232,8 +232,10 @@ def _part(*argv: str) -> Iterator[tuple[int, int]]:
             # The line ends when the process does.
             too_late = threading.Timer(START_S, process.kill)
             too_late.start()
-            told = process.stdout.readline()
-            too_late.cancel()
+            try:
+                told = process.stdout.readline()
+            finally:
+                too_late.cancel()
             if not told:
                 raise StackError(f"{' '.join(argv)} did not start within {START_S:.0f} s")
             yield process.pid, int(told)
