@@ -90,7 +90,7 @@ class Elsewhere:
     def keeps(self, request: Request) -> bool:
         """Whether the request certainly goes to where it would have gone at the last look.
 
-        If not, that has to be found out. It is no sample of a group.
+        If not, that has to be found out. It is no sample of a group, nor held back here.
         """
         name = request.cheapest_at
         if name is None:
@@ -106,7 +106,6 @@ class Elsewhere:
             and there.blocks_for(len(request.token_ids)) <= other.num_spare
             and request.max_total_tokens <= there.max_request_tokens
             and request.gateway_id in there.gateway_ids
-            and request.held_for not in self._worker.coming
         )
 
     def _other(self, name: WorkerId) -> _Other | None:

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from quire.v1 import queue_pb2
 from redis.asyncio import Redis
 
@@ -14,18 +13,11 @@ from gateway.adapters.queue_redis import RedisQueue
 from gateway.core.errors import UnavailableError
 from gateway.core.types import QueuedRequest, RequestId, Sampling
 from servicekit import redis_client, redis_keys
-from tests.integration.scheduler.harness import RedisServer, redis_server
-
-MODEL = "tiny"
-
-
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[RedisServer]:
-    async with redis_server() as running:
-        yield running
+from tests.integration.gateway.conftest import MODEL
+from tests.integration.scheduler.harness import RedisServer
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def queue(server: RedisServer) -> AsyncIterator[RedisQueue]:
     """Registered, with nobody who sends its cancels."""
     redis = redis_client.connect(server.url)
