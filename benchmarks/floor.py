@@ -162,14 +162,24 @@ def _least_s(
 
 
 def _attention(cases: Any, kernels: Any, of: Any, dtype: str, budget_s: float) -> dict[str, float]:
-    """GB/s of KV by back end: gathered by torch, and over the blocks where there are kernels."""
+    """GB/s of KV by back end: gathered by torch, and over the blocks where there are kernels.
+
+    As linear layers are: all of a step, one after the other.
+    """
     case = next(
         case
         for case in cases.cases(of, dtype, "cpu", quick=False)
         if (case.kernel, case.shape) == (ATTENTION, ATTENTION_SHAPE)
     )
-    results = kernels.measure(case, "cpu", 1.0, budget_s)
-    return {result.backend: result.gb_per_s for result in results}
+    names = [name for name in kernels.backends("cpu") if name in case.calls]
+
+    def all_layers(attend: Callable[[], Any]) -> None:
+        for _ in range(NUM_LAYERS):
+            attend()
+
+    times = kernels.medians_s([partial(all_layers, case.calls[n]) for n in names], "cpu", budget_s)
+    layers_gb = case.num_bytes * NUM_LAYERS / 1e9
+    return {name: round(layers_gb / time, 2) for name, time in zip(names, times, strict=True)}
 
 
 def in_a_process(dtype: str, *, quick: bool) -> Floor:
