@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.v1 import worker_pb2
+from quire.v1 import common_pb2, worker_pb2
 
 from scheduler_svc import codec
 from scheduler_svc.adapters.loss_rules import WorkerHealth
@@ -24,10 +24,9 @@ from scheduler_svc.core import CoreConfig, SchedulerCore
 from scheduler_svc.core.events import (
     BecameLeader,
     RequestArrived,
-    RequestCancelled,
     WorkerJoined,
 )
-from scheduler_svc.core.ready import Admit, Ready, StepPlan
+from scheduler_svc.core.ready import Ready, StepPlan
 from scheduler_svc.core.types import CostProfile, RequestId, SamplingSpec, WorkerCapacity, WorkerId
 from scheduler_svc.ports import StepReport
 
@@ -37,7 +36,7 @@ WORKER = WorkerId("w")
 
 
 class SteadyLoad:
-    """A core whose one worker decodes num_running requests; with churn some are replaced.
+    """A core whose one worker decodes num_running requests; with churn some end and others come.
 
     So many results come `together` and are answered by one plan.
     """
@@ -61,7 +60,6 @@ class SteadyLoad:
         self._max_tokens = num_steps + 200
         self._churn = churn * num_running
         self._due = 0.0
-        self._live: dict[int, RequestId] = {}
         # A worker's rows, in the order in which it got them.
         self._scheduled: dict[int, int] = {}
         self._life = WorkerLife(
@@ -114,23 +112,25 @@ class SteadyLoad:
         """Keeps the rows of the last plan, as a worker does."""
         for slot in plan.releases:
             self._scheduled.pop(slot, None)
-        admits: tuple[Admit, ...] = plan.admits
-        self._live.update((admit.slot, admit.request_id) for admit in admits)
         for slot, count in plan.changed:
             if count:
                 self._scheduled[slot] = count
             else:
                 del self._scheduled[slot]
 
-    def _result(self) -> bytes:
-        """What the worker sends for its next step: a token for each row."""
+    def _result(self, num_ended: int = 0) -> bytes:
+        """What the worker sends for its next step: a token for each row, the last one for some."""
         self._step += 1
+        slots = list(self._scheduled)
+        ended = [slots[(self._step * 7 + 11 * i) % len(slots)] for i in range(num_ended)]
         return worker_pb2.SessionResponse(
             result=worker_pb2.StepResult(
                 epoch=1,
                 step=self._step,
                 slots=self._scheduled,
                 token_ids=[(slot * 7919 + self._step) % 49152 for slot in self._scheduled],
+                finished_slots=ended,
+                finish_reasons=[common_pb2.FINISH_REASON_STOP] * num_ended,
                 times=worker_pb2.StepTimes(
                     idle_us=50, apply_us=200, forward_us=9000, total_us=9300
                 ),
@@ -140,15 +140,12 @@ class SteadyLoad:
     def step_us(self) -> float:
         """Results and the next plan; CPU microseconds for each step."""
         self._now_ns += STEP_NS * self._together
-        raw_results = [self._result() for _ in range(self._together)]
-        others: list[RequestArrived | RequestCancelled] = []
         self._due += self._churn
-        slots = list(self._scheduled)
-        while self._due >= 1:
-            self._due -= 1
-            victim = self._live[slots[(self._step * 7 + len(others)) % len(slots)]]
-            others.append(RequestCancelled(now_ns=self._now_ns, request_id=victim))
-            others.append(self._arrival())
+        num_ended = int(self._due)
+        self._due -= num_ended
+        raw_results = [self._result() for _ in range(self._together - 1)]
+        raw_results.append(self._result(num_ended))
+        arrivals = [self._arrival() for _ in range(num_ended)]
         started = time.thread_time_ns()
         for raw_result in raw_results:
             report = codec.decode_worker_message(raw_result)
@@ -157,8 +154,8 @@ class SteadyLoad:
             assert event is not None
             self.core.feed(event)
             self._life.returned(self._now_ns)
-        for other in others:
-            self.core.feed(other)
+        for arrival in arrivals:
+            self.core.feed(arrival)
         ready = self.core.take_ready()
         (plan,) = ready.plans
         raw_plan = self._life.plan(plan, self._now_ns)
