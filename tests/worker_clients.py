@@ -14,7 +14,7 @@ from tests.worker_builders import plan_message
 
 async def status_of(call: Any) -> grpc.StatusCode:
     """How the stream ends; the status comes after the last message."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         with contextlib.suppress(grpc.aio.AioRpcError):
             while await call.read() is not grpc.aio.EOF:
                 pass
@@ -55,7 +55,7 @@ class Scheduler:
             self.snapshot.append((await self.read()).snapshot)
 
     async def read(self) -> worker_pb2.SessionResponse:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             message = await self.call.read()
         assert message is not grpc.aio.EOF, "the worker ended the session"
         assert isinstance(message, worker_pb2.SessionResponse)
@@ -102,7 +102,7 @@ class Gateway:
                 )
             )
         )
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             message = await self.call.read()
         assert isinstance(message, worker_pb2.TokensResponse), await self.call.code()
         return message.subscribed
@@ -110,7 +110,7 @@ class Gateway:
     async def read(self, count: int = 1) -> None:
         """So many batches; their tokens go to `outputs`, by position."""
         for _ in range(count):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 batch = (await self.call.read()).batch
             assert batch.sequence == self.last_sequence + 1
             self.last_sequence = batch.sequence

@@ -4,13 +4,14 @@
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,15 @@ import redis
 from benchmarks.client import Answer, Client, Exchange
 from benchmarks.stack import ROOT, START_S, Metrics, Process, Stack, StackError, fetch, wait_for
 from benchmarks.workload import Job
+from gpu_worker.token_hub import GONE_S
 from servicekit import redis_keys
+from tests.e2e import slowed_worker
+from tests.e2e.models import write_stub_model
 from tests.threads import IS_PARALLEL
 
-IDLE_S = 60.0
+# A worker keeps what a gateway that has ended left unacknowledged for GONE_S.
+IDLE_S = GONE_S + 60.0
+SLOWED = "slowed"
 SCHEDULER_IDLE = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -36,6 +42,34 @@ SCHEDULER_IDLE = (
 )
 WORKER_IDLE = ("quire:slots_used", "quire:outbox_batches")
 GATEWAY_IDLE = ("quire:gateway_streams",)
+
+
+def stub_stack_in(folder: Path, settings: Mapping[str, str], **counts: int) -> Stack:
+    """Not yet started, with two torch-free workers that `slowed` slows."""
+    return Stack(
+        folder / "stack",
+        model=str(write_stub_model(folder / "stub-model")),
+        workers=2,
+        worker_module=slowed_worker.__name__,
+        settings={
+            "STUB_STEP_MS": "10",
+            slowed_worker.VARIABLE: str(folder / "stack" / SLOWED),
+            **settings,
+        },
+        **counts,
+    )
+
+
+@contextlib.contextmanager
+def slowed(stack: Stack, more_s: float = 0.1) -> Iterator[None]:
+    """Each step takes so much longer: what runs has not ended when the block disturbs it."""
+    path, written = stack.folder / SLOWED, stack.folder / f"{SLOWED}.new"
+    written.write_text(str(more_s))
+    written.rename(path)
+    try:
+        yield
+    finally:
+        path.unlink()
 
 
 def redis_state(port: int, model: str) -> dict[str, int]:
@@ -307,4 +341,4 @@ class LauncherStack:
         """Ends the launcher at once; the kernel ends its children."""
         if self._popen is not None and self._popen.poll() is None:
             self._popen.kill()
-            self._popen.wait(10)
+            self._popen.wait(30)

@@ -28,6 +28,7 @@ from tests.e2e.stack import (
     mend,
     redis_state,
     seed_of,
+    slowed,
     start_streams,
     until,
 )
@@ -68,11 +69,12 @@ async def test_streams_survive_the_kill_of_their_worker(stub_stack: Stack) -> No
     work = work_for("kill", 16)
     expected = await undisturbed(stub_stack, work, num_sampled=4)
     before = recovered(stub_stack)
-    streams = start_streams(stub_stack.client, bodies(stub_stack.model_name, work, 4))
-    await streams.reach(5)
-    victim, num_held = busiest(stub_stack.workers)
-    assert num_held >= 6
-    victim.kill()
+    with slowed(stub_stack):
+        streams = start_streams(stub_stack.client, bodies(stub_stack.model_name, work, 4))
+        await streams.reach(5)
+        victim, num_held = busiest(stub_stack.workers)
+        assert num_held >= 6
+        victim.kill()
     answers = await streams.finish()
     assert_exact(work, answers)
     assert_equal_streams(answers, expected)
@@ -83,21 +85,22 @@ async def test_streams_survive_the_kill_of_their_worker(stub_stack: Stack) -> No
 
 
 async def test_grpc_streams_survive_the_kill_of_both_workers_in_turn(stub_stack: Stack) -> None:
-    # Long enough to outlast the restart of a worker on a slow machine.
+    # Slowed, they outlast the restart of a worker on a slow machine.
     work = work_for("both", 12, output=(700, 700))
     expected = await undisturbed(stub_stack, work)
     async with grpc_server.channel(stub_stack.grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        calls = [
-            asyncio.ensure_future(generate(stub, generate_request(job, seed_of(i))))
-            for i, job in enumerate(work)
-        ]
-        for worker in stub_stack.workers:
-            await until(lambda: busiest(stub_stack.workers)[1] >= 3)
-            worker.kill()
-            worker.start()
-            await asyncio.to_thread(worker.wait_event, "ready")
-            await asyncio.to_thread(await_workers, stub_stack, 2)
+        with slowed(stub_stack):
+            calls = [
+                asyncio.ensure_future(generate(stub, generate_request(job, seed_of(i))))
+                for i, job in enumerate(work)
+            ]
+            for worker in stub_stack.workers:
+                await until(lambda: busiest(stub_stack.workers)[1] >= 3)
+                worker.kill()
+                worker.start()
+                await asyncio.to_thread(worker.wait_event, "ready")
+                await asyncio.to_thread(await_workers, stub_stack, 2)
         results = await asyncio.gather(*calls)
     for (tokens, ends), answer in zip(results, expected, strict=True):
         assert tokens == list(answer.token_ids)
@@ -121,15 +124,16 @@ async def grow(streams: Streams, num_events: int) -> None:
 async def test_running_streams_do_not_notice_that_redis_is_away(stub_stack: Stack) -> None:
     work = work_for("redis", 8, output=(300, 350))
     expected = await undisturbed(stub_stack, work)
-    streams = start_streams(stub_stack.client, bodies(stub_stack.model_name, work))
-    await streams.reach(5)
-    stub_stack.redis.kill()
-    # The first who finds out may be a request; it must not hang.
-    refused = await stub_stack.client.complete(bodies(stub_stack.model_name, work[:1])[0])
-    assert refused.status == 503
-    await grow(streams, 50)
-    assert fetch(f"{stub_stack.base_url}/ready")[0] == 503
-    assert not any(exchange.ended.done() for exchange in streams.watch)
+    with slowed(stub_stack, more_s=0.05):
+        streams = start_streams(stub_stack.client, bodies(stub_stack.model_name, work))
+        await streams.reach(5)
+        stub_stack.redis.kill()
+        # The first who finds out may be a request; it must not hang.
+        refused = await stub_stack.client.complete(bodies(stub_stack.model_name, work[:1])[0])
+        assert refused.status == 503
+        await grow(streams, 50)
+        assert fetch(f"{stub_stack.base_url}/ready")[0] == 503
+        assert not any(exchange.ended.done() for exchange in streams.watch)
     stub_stack.start_redis()
     await asyncio.to_thread(stub_stack.wait_ready)
     late = work_for("late", 2)
@@ -142,9 +146,10 @@ async def test_running_streams_do_not_notice_that_redis_is_away(stub_stack: Stac
 
 async def test_streams_that_end_while_redis_is_away_are_finished_later(stub_stack: Stack) -> None:
     work = work_for("ends", 8, output=(64, 96))
-    streams = start_streams(stub_stack.client, bodies(stub_stack.model_name, work))
-    await streams.reach(5)
-    stub_stack.redis.kill()
+    with slowed(stub_stack):
+        streams = start_streams(stub_stack.client, bodies(stub_stack.model_name, work))
+        await streams.reach(5)
+        stub_stack.redis.kill()
     assert_exact(work, await streams.finish())
     stub_stack.start_redis()
     await asyncio.to_thread(stub_stack.wait_ready)
@@ -156,7 +161,7 @@ async def test_a_draining_gateway_ends_every_stream_explicitly(stub_stack: Stack
     streams = start_streams(stub_stack.client, bodies(stub_stack.model_name, [*short, *long]))
     await streams.reach(3)
     stub_stack.gateway.signal(signal.SIGTERM)
-    await asyncio.sleep(0.2)
+    await asyncio.to_thread(stub_stack.gateway.wait_event, "draining")
     refused = await stub_stack.client.complete(bodies(stub_stack.model_name, short[:1])[0])
     assert refused.status == 503 or refused.broken
     answers = await streams.finish()
@@ -165,7 +170,7 @@ async def test_a_draining_gateway_ends_every_stream_explicitly(stub_stack: Stack
         assert answer.status == 200
         assert not answer.broken
         assert (answer.num_terminal, len(answer.errors), answer.done) == (1, 1, 1)
-    assert await asyncio.to_thread(stub_stack.gateway.wait, STUB_DRAIN_S + 15) == 0
+    assert await asyncio.to_thread(stub_stack.gateway.wait, STUB_DRAIN_S + 30) == 0
     mend(stub_stack)
     await asyncio.to_thread(assert_idle, stub_stack)
 
@@ -177,11 +182,12 @@ async def test_a_new_scheduler_takes_up_what_is_pending(
     # More requests than slots: some run, some wait, all are in Redis alone when it starts.
     work = work_for("scheduler", 80, output=(48, 96))
     expected = await undisturbed(stub_stack, work)
-    streams = start_streams(stub_stack.client, bodies(stub_stack.model_name, work))
-    await until(lambda: sum(count > 5 for count in streams.progress) >= 32)
-    assert redis_state(stub_stack.redis_port, stub_stack.model_name)["stream"] >= 40
-    stub_stack.scheduler.signal(how)
-    await asyncio.to_thread(stub_stack.scheduler.wait)
+    with slowed(stub_stack):
+        streams = start_streams(stub_stack.client, bodies(stub_stack.model_name, work))
+        await until(lambda: sum(count > 5 for count in streams.progress) >= 32)
+        assert redis_state(stub_stack.redis_port, stub_stack.model_name)["stream"] >= 40
+        stub_stack.scheduler.signal(how)
+        await asyncio.to_thread(stub_stack.scheduler.wait)
     stub_stack.scheduler.start()
     await asyncio.to_thread(stub_stack.scheduler.wait_event, "ready")
     answers = await streams.finish()

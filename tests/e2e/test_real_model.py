@@ -86,18 +86,20 @@ async def test_the_openai_client_streams_the_capital_of_france(stack: LauncherSt
             model=stack.model_name,
             messages=[{"role": "user", "content": QUESTION}],
             temperature=0,
-            max_tokens=24,
+            max_tokens=96,
             stream=True,
             stream_options={"include_usage": True},
+            # A gateway that was held up sends several tokens in one chunk, but not so many.
+            extra_body={"ignore_eos": True},
         )
         chunks = [chunk async for chunk in stream]
     choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
     assert "Paris" in "".join(choice.delta.content or "" for choice in choices)
     assert sum(bool(choice.delta.content) for choice in choices) > 3
-    assert [c.finish_reason for c in choices if c.finish_reason] in (["stop"], ["length"])
+    assert [c.finish_reason for c in choices if c.finish_reason] == ["length"]
     usage = chunks[-1].usage
     assert usage is not None
-    assert 0 < usage.completion_tokens <= 24
+    assert usage.completion_tokens == 96
     assert usage.prompt_tokens > len(QUESTION.split())
 
 
@@ -183,7 +185,8 @@ async def test_the_kill_of_a_worker_fails_no_request_and_changes_no_token(
     stack: LauncherStack,
 ) -> None:
     await asyncio.to_thread(await_both_workers, stack)
-    work: list[Job] = jobs("kill", 16, Shape(prompt=(8, 32), output=(48, 128)))
+    # Long enough that none has ended when its worker is killed.
+    work: list[Job] = jobs("kill", 16, Shape(prompt=(8, 32), output=(96, 160)))
     requests = bodies(stack.model_name, work, num_sampled=8)
     expected = await start_streams(stack.client, requests).finish()
     assert_exact(work, expected)
@@ -199,6 +202,6 @@ async def test_the_kill_of_a_worker_fails_no_request_and_changes_no_token(
     assert_equal_streams(answers, expected)
     recovered = stack.metrics("scheduler_svc").total("quire:requests_recovered_total") - before
     assert recovered >= 6
-    await asyncio.to_thread(stack.wait_text, f"^{victim} has died", 30.0)
-    await asyncio.to_thread(stack.wait_text, f"^restarted: {victim}", 60.0)
+    await asyncio.to_thread(stack.wait_text, f"^{victim} has died", 60.0)
+    await asyncio.to_thread(stack.wait_text, f"^restarted: {victim}", 180.0)
     await asyncio.to_thread(await_both_workers, stack)

@@ -9,7 +9,6 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import redis
@@ -18,7 +17,6 @@ from benchmarks.client import Answer, Exchange
 from benchmarks.stack import Process, Stack
 from benchmarks.workload import Job
 from servicekit import redis_keys
-from tests.e2e.models import write_stub_model
 from tests.e2e.stack import (
     assert_equal_streams,
     assert_exact,
@@ -26,7 +24,9 @@ from tests.e2e.stack import (
     await_workers,
     bodies,
     mend,
+    slowed,
     start_streams,
+    stub_stack_in,
     until,
 )
 from tests.e2e.test_failures import busiest, undisturbed, work_for
@@ -34,26 +34,18 @@ from tests.e2e.test_failures import busiest, undisturbed, work_for
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 LEASE_S, DRAIN_S = 5, 60
-WORKER_EXIT_S = 10
+WORKER_EXIT_S = 30
 
 
 @pytest.fixture(scope="module")
 def _pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    settings = {
+        "QUIRE_DRAIN_S": str(DRAIN_S),
+        "QUIRE_LEASE_TTL_S": str(LEASE_S),
+        "QUIRE_MAX_NUM_SEQS": "8",
+    }
     folder = tmp_path_factory.mktemp("pairs")
-    with Stack(
-        folder / "stack",
-        model=str(write_stub_model(Path(folder) / "stub-model")),
-        workers=2,
-        schedulers=2,
-        gateways=2,
-        worker_module="tests.stub_worker",
-        settings={
-            "QUIRE_DRAIN_S": str(DRAIN_S),
-            "QUIRE_LEASE_TTL_S": str(LEASE_S),
-            "QUIRE_MAX_NUM_SEQS": "8",
-            "STUB_STEP_MS": "10",
-        },
-    ) as stack:
+    with stub_stack_in(folder, settings, schedulers=2, gateways=2) as stack:
         await_workers(stack, 2)
         yield stack
 
@@ -90,11 +82,12 @@ async def test_the_standby_takes_over_what_runs_and_what_waits(
     expected = await undisturbed(pairs, work)
     leader, standby = leader_and_standby(pairs)
     holder = lease_holder(pairs)
-    streams = start_streams(pairs.client, bodies(pairs.model_name, work))
-    await until(lambda: sum(count > 5 for count in streams.progress) >= 12)
-    assert leader.metrics().total("vllm:num_requests_waiting") > 0
-    leader.signal(how)
-    code = await asyncio.to_thread(leader.wait)
+    with slowed(pairs):
+        streams = start_streams(pairs.client, bodies(pairs.model_name, work))
+        await until(lambda: sum(count > 5 for count in streams.progress) >= 12)
+        assert leader.metrics().total("vllm:num_requests_waiting") > 0
+        leader.signal(how)
+        code = await asyncio.to_thread(leader.wait)
     if how is signal.SIGTERM:
         assert code == 0
         assert lease_holder(pairs) != holder
@@ -107,12 +100,13 @@ async def test_the_standby_takes_over_what_runs_and_what_waits(
 async def test_a_worker_that_drains_hands_over_and_leaves(pairs: Stack) -> None:
     work = work_for("drain", 8, output=(300, 350))
     expected = await undisturbed(pairs, work)
-    streams = start_streams(pairs.client, bodies(pairs.model_name, work))
-    await streams.reach(5)
-    worker, num_held = busiest(pairs.workers)
-    assert num_held >= 3
-    assert await asyncio.to_thread(worker.terminate, WORKER_EXIT_S) == 0
-    assert not any(exchange.ended.done() for exchange in streams.watch)
+    with slowed(pairs):
+        streams = start_streams(pairs.client, bodies(pairs.model_name, work))
+        await streams.reach(5)
+        worker, num_held = busiest(pairs.workers)
+        assert num_held >= 3
+        assert await asyncio.to_thread(worker.terminate, WORKER_EXIT_S) == 0
+        assert not any(exchange.ended.done() for exchange in streams.watch)
     answers = await streams.finish()
     assert_exact(work, answers)
     assert_equal_streams(answers, expected)
@@ -124,14 +118,15 @@ async def test_a_worker_that_drains_while_nobody_leads_hands_over_to_the_next_le
     work = work_for("both", 8, output=(300, 350))
     expected = await undisturbed(pairs, work)
     leader, standby = leader_and_standby(pairs)
-    streams = start_streams(pairs.client, bodies(pairs.model_name, work))
-    await streams.reach(5)
-    worker, num_held = busiest(pairs.workers)
-    assert num_held >= 3
-    leader.kill()
-    worker.signal(signal.SIGTERM)
-    await asyncio.to_thread(standby.wait_event, "ready")
-    assert await asyncio.to_thread(worker.wait, WORKER_EXIT_S) == 0
+    with slowed(pairs):
+        streams = start_streams(pairs.client, bodies(pairs.model_name, work))
+        await streams.reach(5)
+        worker, num_held = busiest(pairs.workers)
+        assert num_held >= 3
+        leader.kill()
+        worker.signal(signal.SIGTERM)
+        await asyncio.to_thread(standby.wait_event, "ready")
+        assert await asyncio.to_thread(worker.wait, WORKER_EXIT_S) == 0
     answers = await streams.finish()
     assert_exact(work, answers)
     assert_equal_streams(answers, expected)

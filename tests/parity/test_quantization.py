@@ -252,6 +252,7 @@ def test_every_layer_of_the_real_model_is_near_its_module(
         assert 1e-5 < off <= OF_A_LAYER[quantization], (place, off)
 
 
+@pytest.mark.soak
 def test_perplexity_stays_within_a_hundredth(
     real: models.LoadedModel, record_property: Any
 ) -> None:

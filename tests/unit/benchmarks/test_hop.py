@@ -40,7 +40,7 @@ async def results(sleeper: Sleeper, *plans: StepPlan) -> list[StepResult]:
     for plan in plans:
         sleeper.sessions.receive(link, plan)
     found: list[StepResult] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while len(found) < plans[-1].last_step:
             link.wake.clear()
             messages = sleeper.sessions.next_messages(link)
@@ -91,7 +91,7 @@ async def test_a_delayed_line_keeps_the_order_and_takes_its_time_both_ways() -> 
         for number in range(20):
             writer.write(b"%02d" % number)
             await asyncio.sleep(0.001)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             answer = await reader.readexactly(40)
         assert answer == b"".join(b"%02d" % number for number in range(20))
         assert time.monotonic() - begin >= 0.1

@@ -1,10 +1,13 @@
 """What the benchmark of a second start reads: logs, memory, goals."""
 
+import itertools
 import json
 import os
+import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,6 +63,12 @@ def event(name: str, at: str, **more: object) -> str:
     return json.dumps({"event": name, "timestamp": f"2026-01-01T00:00:{at}Z", **more})
 
 
+@pytest.fixture(autouse=True)
+def _nothing_between_fork_and_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests have left gRPC's threads in this process, which its forks may not survive."""
+    monkeypatch.setattr(procs, "death_with_parent", lambda: None)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     children = {name: {"pid": os.getpid(), "ports": {}} for name in ("gateway", "worker-0")}
@@ -109,12 +118,16 @@ def test_a_start_that_fails_says_what_went_to_stderr() -> None:
 
 def test_a_start_that_hangs_silently_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that does not listen to being asked."""
-    monkeypatch.setattr(start, "READY_S", 1.5)
     monkeypatch.setattr(start, "END_S", 0.2)
     program = (
         "import os, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
-        "print(os.getpid(), 'hangs', file=sys.stderr, flush=True); time.sleep(300)"
+        "print(os.getpid(), 'hangs', file=sys.stderr, flush=True);"
+        "print('begins', flush=True); time.sleep(300)"
     )
+    # Looked at for the begin, for the first wait and when the line has come: then little is left.
+    passed_s = itertools.chain([0.0, 0.0, 0.0], itertools.repeat(start.READY_S - 0.2))
+    clock = SimpleNamespace(monotonic=lambda: next(passed_s))
+    monkeypatch.setattr(start, "time", clock)
     with pytest.raises(StackError, match="hangs") as failed, start.serving(python(program)):
         pass
     pid = int(str(failed.value).splitlines()[-1].split()[0])
@@ -138,7 +151,10 @@ def test_one_that_does_not_end_is_killed_and_told(
 def test_what_the_system_refuses_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def refuse() -> None:
+        raise subprocess.SubprocessError("Exception occurred in preexec_fn.")
+
     monkeypatch.setattr(start, "SERVE", python("print('ready after', flush=True)"))
-    monkeypatch.setattr(procs, "death_with_parent", lambda: lambda: 1 // 0)
+    monkeypatch.setattr(procs, "death_with_parent", refuse)
     assert start.main(["--starts", "1"]) == 1
     assert "preexec_fn" in capsys.readouterr().err

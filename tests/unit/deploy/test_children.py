@@ -211,8 +211,9 @@ def test_a_template_is_found_where_models_keep_it(tmp_path: Path) -> None:
     assert examples.has_chat_template(tmp_path)
 
 
-def test_readiness_is_what_the_gateway_says(api: Any) -> None:
+def test_readiness_is_what_the_gateway_says(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a missing gateway is not ready."""
+    monkeypatch.setattr(launcher, "PROBE_TIMEOUT_S", 20.0)
     assert launcher.gateway_is_ready(api[0])
     assert not launcher.gateway_is_ready(f"{api[0]}/other")
     assert not launcher.gateway_is_ready("http://127.0.0.1:1")

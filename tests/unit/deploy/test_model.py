@@ -90,7 +90,7 @@ def asker(cache: Path) -> "subprocess.Popen[str]":
 
 def until_begun(cache: Path) -> None:
     """Waits until a process is at work."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while not list(cache.glob("models/.tiny.tmp-*/begun")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -117,7 +117,7 @@ def test_two_at_once_make_it_once(tmp_path: Path) -> None:
     assert second.stdout is not None
     assert "waiting for it" in second.stdout.readline()
     (tmp_path / "go-on").touch()
-    outputs = [process.communicate(timeout=20)[0] for process in (first, second)]
+    outputs = [process.communicate(timeout=40)[0] for process in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0]
     assert "making\n" in outputs[0]
     assert "making\n" not in outputs[1]

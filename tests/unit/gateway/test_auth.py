@@ -106,7 +106,7 @@ async def status_of(port: int, head: bytes) -> int:
     """Of an answer to bytes as they are; 0 if the connection is closed without one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         with contextlib.suppress(ConnectionError):
             line = await reader.readline()
             writer.close()

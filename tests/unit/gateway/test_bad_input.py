@@ -301,9 +301,9 @@ async def test_a_large_wrong_list_costs_no_more_than_reading_it() -> None:
         {"prompt": "x", "stop_token_ids": ["x"] * MANY},
         {"prompt": "x", "logit_bias": {str(i): None for i in range(MANY // 8)}},
     ):
-        before_s = time.perf_counter()
+        before_s = time.process_time()
         await refused("completions", body)
-        assert time.perf_counter() - before_s < 2
+        assert time.process_time() - before_s < 2
 
 
 async def test_nul_is_a_character() -> None:

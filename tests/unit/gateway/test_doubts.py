@@ -10,6 +10,7 @@ from gateway.core.errors import UnavailableError
 from gateway.core.types import Admission, FinishReason, QueuedRequest
 from tests.unit.gateway.fakes import FakeLink, FakeQueue, make_bench, running
 from tests.unit.gateway.test_engine import eventually
+from tests.virtual_time import in_virtual_time
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,7 @@ async def test_what_is_heard_of_is_in_doubt_no_more(heard: str) -> None:
         assert live.state.attempt == 1
 
 
+@in_virtual_time
 async def test_an_end_on_its_way_is_waited_for() -> None:
     """The entry goes before the end is here: once gone is not gone yet."""
     bench = make_bench()
@@ -70,9 +72,10 @@ async def test_an_end_on_its_way_is_waited_for() -> None:
         live = await bench.submit()
         bench.queue.gone = {"1-1"}
         bench.engine.on_gap(bench.link)
-        await eventually(lambda: bench.queue.asked)
+        await asyncio.sleep(doubts.LOOK_S / 2)
+        assert len(bench.queue.asked) == 1
         bench.say(live.request_id, "x", finish=FinishReason.STOP, link=FakeLink())
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(5 * doubts.LOOK_S)
         assert bench.queue.superseded == []
         assert len(bench.queue.asked) == 1
 

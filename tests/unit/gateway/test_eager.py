@@ -26,7 +26,7 @@ async def test_what_waits_goes_on_in_a_task() -> None:
             found.append(number)
             await gate.wait()
             # Its own timer needs a task, which it has from the first wait on.
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 await asyncio.sleep(0)
         found.append(len(gates))
 

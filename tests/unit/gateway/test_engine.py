@@ -15,7 +15,7 @@ from tests.unit.gateway.fakes import Bench, FakeLink, drain_chunks, make_bench, 
 STOP, LENGTH, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR
 
 
-async def eventually(condition: object, timeout_s: float = 5.0) -> None:
+async def eventually(condition: object, timeout_s: float = 20.0) -> None:
     """Waits until condition() holds."""
     assert callable(condition)
     async with asyncio.timeout(timeout_s):
@@ -334,7 +334,7 @@ async def test_draining() -> None:
     with pytest.raises(UnavailableError):
         await bench.submit()
     bench.say(quick.request_id, "a", finish=STOP)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await drain
     assert await drain_chunks(bench, quick) == ("a", STOP, "")
     assert await drain_chunks(bench, slow) == ("", FinishReason.UNAVAILABLE, "draining")

@@ -51,7 +51,7 @@ async def code_of(found: grpc.aio.Channel, method: str, metadata: Any = ()) -> g
     after the call began, and calls it an internal error of its own if the call has ended by then.
     """
     method_of: Any = found.unary_stream(method)
-    call = method_of(b"", metadata=metadata, timeout=5)
+    call = method_of(b"", metadata=metadata, timeout=20)
     with contextlib.suppress(grpc.aio.AioRpcError):
         await call.read()
         call.cancel()
@@ -139,7 +139,7 @@ async def test_health_needs_no_key() -> None:
 async def test_a_refused_call_is_over_before_its_message_has_come() -> None:
     """Nobody holds a call open whom nobody knows."""
     async with serving(make_bench()) as found:
-        call: Any = found.stream_stream(f"/{SERVICE_NAME}/Generate")(timeout=5)
+        call: Any = found.stream_stream(f"/{SERVICE_NAME}/Generate")(timeout=20)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

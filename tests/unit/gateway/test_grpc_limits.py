@@ -38,7 +38,7 @@ async def serving(bench: Bench, max_calls: int = app.MAX_CALLS) -> AsyncIterator
     limits = app.public_limits(MAX_BYTES)
     server = Server(register, [SERVICE_NAME], [], limits, max_calls)
     port = await server.start("127.0.0.1", 0)
-    async with asyncio.timeout(25):
+    async with asyncio.timeout(50):
         yield f"127.0.0.1:{port}"
     await server.stop(0)
 
@@ -133,8 +133,10 @@ async def test_calls_are_bounded() -> None:
             await call.read()
         assert await code_of(stub) is grpc.StatusCode.RESOURCE_EXHAUSTED
         held[0].cancel()
-        await asyncio.sleep(0.1)
-        assert await code_of(stub, max_tokens=0) is grpc.StatusCode.INVALID_ARGUMENT
+        codes = {await code_of(stub, max_tokens=0)}
+        while grpc.StatusCode.INVALID_ARGUMENT not in codes:
+            codes.add(await code_of(stub, max_tokens=0))
+        assert codes <= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
         for call in held:
             call.cancel()
 
@@ -188,10 +190,11 @@ async def test_a_rapid_reset_leaves_nothing() -> None:
                 if stream % 20 == 1:
                     await writer.drain()
                     await asyncio.sleep(0.005)
-        await asyncio.sleep(0.2)
+        # Those that were not reset have handlers.
+        while bench.queue.arrivals.empty():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         writer.close()
         await settled(bench, before)
-        assert not bench.queue.arrivals.empty()
         while not bench.queue.arrivals.empty():
             bench.queue.arrivals.get_nowait()
         async with answering(bench):

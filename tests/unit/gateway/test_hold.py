@@ -48,7 +48,8 @@ def test_a_threads_clock_goes_with_its_work_and_not_with_its_sleep(path: str) ->
     before, computed = clock(), time.thread_time()
     while time.thread_time() - computed < 0.05:
         sum(range(1000))
-    after, began = clock(), time.monotonic()
+    # The wall's time is taken around the clock's: a wait for a core between them counts for it.
+    began, after = time.monotonic(), clock()
     assert after - before >= 0.04  # the kernel brings its count up to date at a tick
     time.sleep(0.2)
     assert clock() - after <= time.monotonic() - began - 0.15
@@ -110,7 +111,7 @@ async def test_tokens_are_not_held_for_long() -> None:
     bench.say(live.request_id, "a")
     assert await texts(bench, live) == ["a"]
     bench.say(live.request_id, "b", at=1, hold=True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         assert (await bench.engine.next_chunk(live)).text == "b"
 
 
@@ -138,5 +139,5 @@ async def test_a_reader_that_is_cancelled_leaves_its_news() -> None:
     reading.cancel()
     await asyncio.wait([reading])
     assert reading.cancelled()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         assert (await bench.engine.next_chunk(live)).text == "a"

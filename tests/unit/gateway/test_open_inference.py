@@ -56,7 +56,7 @@ async def serving(bench: Bench) -> AsyncIterator[Any]:
 
     server = Server(register, [SERVICE_NAME])
     port = await server.start("127.0.0.1", 0)
-    async with channel(f"127.0.0.1:{port}") as found, asyncio.timeout(10):
+    async with channel(f"127.0.0.1:{port}") as found, asyncio.timeout(40):
         yield open_inference_pb2_grpc.GRPCInferenceServiceStub(found)  # type: ignore[no-untyped-call]
     await server.stop(0)
 

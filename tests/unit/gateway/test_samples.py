@@ -218,7 +218,7 @@ async def rest_of(call: Any) -> list[inference_pb2.GenerateResponse]:
 
 async def admitted(bench: Bench, count: int) -> list[QueuedRequest]:
     """So many requests, once they are there."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         return [await bench.queue.arrivals.get() for _ in range(count)]
 
 

@@ -16,6 +16,7 @@ from gateway.core.types import FinishReason
 from gateway.rest import answer, live_answer
 from tests.unit.gateway.fakes import Bench, make_bench
 from tests.unit.gateway.test_rest import client_of, plain
+from tests.virtual_time import in_virtual_time
 
 STOP, LENGTH, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR
 HI = [{"role": "user", "content": "hi"}]
@@ -44,10 +45,13 @@ async def say(bench: Bench, ids: Sequence[bytes], said: dict[str, Any]) -> None:
 async def ask(bench: Bench, path: str, body: dict[str, Any], *said: dict[str, Any]) -> Any:
     """Posts; `of` says whose tokens they are where there are several prompts."""
     async with client_of(bench) as client:
-        task = asyncio.get_running_loop().create_task(client.post(f"/v1/{path}", json=body))
-        await asyncio.wait([task], timeout=0.01)
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(client.post(f"/v1/{path}", json=body))
+        arrival = loop.create_task(bench.queue.arrivals.get())
+        await asyncio.wait([task, arrival], return_when=asyncio.FIRST_COMPLETED)
+        assert arrival.done(), (await task).text
+        await settle()
         ids = [request.request_id for request in bench.queue.admitted]
-        assert ids, (await task).text
         for what in said:
             await say(bench, ids, what)
         response: httpx.Response = await task
@@ -303,32 +307,25 @@ class Wire:
         )
 
 
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds are hundredths."""
-    monkeypatch.setattr(live_answer, "STATUS_WAIT_S", 0.1)
-    monkeypatch.setattr(live_answer, "KEEP_ALIVE_S", 0.15)
-
-
-@pytest.mark.usefixtures("hurried")
+@in_virtual_time
 async def test_silence() -> None:
     """Headers go out after a while, then comments; an error is an event then, whatever its kind."""
     bench = make_bench()
     wire = Wire(bench, {"prompt": "x", "stream": True})
     request = await bench.queue.arrivals.get()
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(live_answer.STATUS_WAIT_S - 1)
     assert wire.messages == []
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(2)
     assert [m["type"] for m in wire.messages] == ["http.response.start"]
     assert wire.messages[0]["status"] == 200
-    await asyncio.sleep(0.35)
+    await asyncio.sleep(2 * live_answer.KEEP_ALIVE_S)
     assert wire.text == ": keep-alive\n\n" * 2
     bench.say(request.request_id, "a")
     await settle()
     assert wire.text.endswith(
         ": keep-alive\n\n" + choice('"text":"a","logprobs":null,"finish_reason":null')
     )
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(live_answer.KEEP_ALIVE_S + 1)
     assert wire.text.endswith("}\n\n: keep-alive\n\n")
     bench.notify(request.request_id, FinishReason.UNAVAILABLE, "Nobody is there.")
     await wire.task
@@ -338,11 +335,11 @@ async def test_silence() -> None:
     )
     assert wire.messages[-1]["more_body"] is False
     count = len(wire.messages)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(2 * live_answer.KEEP_ALIVE_S)
     assert len(wire.messages) == count
 
 
-@pytest.mark.usefixtures("hurried")
+@in_virtual_time
 async def test_a_stream_that_speaks_has_no_comments() -> None:
     """Every frame begins the wait anew."""
     bench = make_bench()
@@ -350,7 +347,7 @@ async def test_a_stream_that_speaks_has_no_comments() -> None:
     request = await bench.queue.arrivals.get()
     for at in range(10):
         bench.say(request.request_id, "a", at=at, finish=STOP if at == 9 else 0)  # type: ignore[arg-type]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(live_answer.KEEP_ALIVE_S / 2)
     await wire.task
     assert "keep-alive" not in wire.text
 
@@ -401,10 +398,9 @@ async def test_a_client_that_does_not_read() -> None:
 
 
 @pytest.mark.parametrize("what", ["frame", "last frame", "comment"])
-async def test_a_client_that_takes_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_a_client_that_takes_nothing(what: str) -> None:
     """Is given up, whatever it is that it does not take."""
-    monkeypatch.setattr(live_answer, "SEND_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(live_answer, "KEEP_ALIVE_S", 0.05 if what == "comment" else 0.5)
     bench = make_bench()
     wire = Wire(bench, {"prompt": "x", "stream": True, "max_tokens": 99})
     request = await bench.queue.arrivals.get()
@@ -414,7 +410,7 @@ async def test_a_client_that_takes_nothing(what: str, monkeypatch: pytest.Monkey
     if what != "comment":
         last = STOP if what == "last frame" else FinishReason.UNSPECIFIED
         bench.say(request.request_id, "b", at=1, finish=last)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(live_answer.KEEP_ALIVE_S + live_answer.SEND_TIMEOUT_S + 1):
         await wire.task
     assert "DONE" not in wire.text
     assert bench.engine.num_live == 0

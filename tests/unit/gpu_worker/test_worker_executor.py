@@ -32,7 +32,7 @@ class GatedRunner(FakeRunner):
     def run(self, rows: Sequence[ScheduledRow]) -> StepOutput:
         self.slots.append([row.slot for row in rows])
         self.entered.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(30)
         return super().run(rows)
 
 
@@ -54,7 +54,7 @@ class Bench:
         return self.executor.submit(self.script.plan(**plan))
 
     async def outcome(self) -> StepOutcome:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             return await self.outcomes.get()
 
 
@@ -110,16 +110,18 @@ async def test_more_plans_than_may_wait_are_not_taken(make_bench: Callable[..., 
     runner = GatedRunner(OPTIONS)
     bench = await make_bench(lambda: runner)
     bench.submit(admits=[make_admit()], schedule=[(0, 5)])
-    await asyncio.to_thread(runner.entered.wait, 10)
+    await asyncio.to_thread(runner.entered.wait, 30)
     assert bench.executor.busy
     assert all(bench.submit() for _ in range(MAX_QUEUED_PLANS))
     assert not bench.submit()
     bench.executor.discard_plans()
     runner.gate.set()
     assert (await bench.outcome()).result.step == 1
+    async with asyncio.timeout(20):
+        while not bench.executor.idle:  # noqa: ASYNC110  # the thread goes on by itself
+            await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     assert bench.outcomes.empty()
-    assert bench.executor.idle
 
 
 async def test_a_plan_of_several_steps_gives_a_result_for_each(
@@ -180,7 +182,7 @@ async def test_a_cancel_ends_a_row_between_the_steps_of_a_plan(
     bench = await make_bench(lambda: runner)
     bench.submit(admits=[make_admit()], schedule=[(0, 5)], num_steps=1)
     bench.submit(schedule=[(0, 1)], num_steps=4)
-    await asyncio.to_thread(runner.entered.wait, 10)
+    await asyncio.to_thread(runner.entered.wait, 30)
     bench.executor.cancel(make_admit().request_id)
     runner.gate.set()
     results = [(await bench.outcome()).result for _ in range(5)]
@@ -195,7 +197,7 @@ async def test_a_cancel_while_a_step_runs_takes_effect_before_the_next(
     bench = await make_bench(lambda: runner)
     bench.submit(admits=[make_admit(0), make_admit(1)], schedule=[(0, 5), (1, 5)])
     bench.submit(schedule=[(0, 1), (1, 1)])
-    await asyncio.to_thread(runner.entered.wait, 10)
+    await asyncio.to_thread(runner.entered.wait, 30)
     assert bench.executor.cancel(request_id(0))
     runner.gate.set()
     assert list((await bench.outcome()).result.slots) == [0, 1]
@@ -216,7 +218,7 @@ async def test_a_cancel_leaves_no_row_to_any_step_but_the_running_one(
         1, block_ids=tuple(range(20, 24)), sampling=SamplingSpec(max_tokens=2 + MAX_QUEUED_PLANS)
     )
     bench.submit(admits=[make_admit(0), longer], schedule=[(0, 5), (1, 5)])
-    await asyncio.to_thread(runner.entered.wait, 10)
+    await asyncio.to_thread(runner.entered.wait, 30)
     bench.submit(schedule=[(0, 1), (1, 1)])
     bench.submit(admits=[make_admit(2)], schedule=[(2, 5)])
     while bench.submit():
@@ -239,7 +241,7 @@ async def test_a_cancel_takes_effect_without_a_plan(make_bench: Callable[..., An
     await bench.outcome()
     assert bench.executor.num_live_rows == 1
     bench.executor.cancel(request_id(0))
-    for _ in range(500):
+    for _ in range(2000):
         if bench.executor.num_live_rows == 0:
             return
         await asyncio.sleep(0.01)
@@ -250,7 +252,7 @@ async def test_a_snapshot_does_not_wait_for_a_step(make_bench: Callable[..., Any
     runner = GatedRunner(OPTIONS)
     bench = await make_bench(lambda: runner)
     bench.submit(admits=[make_admit()], schedule=[(0, 5)])
-    await asyncio.to_thread(runner.entered.wait, 10)
+    await asyncio.to_thread(runner.entered.wait, 30)
     (state,) = bench.executor.snapshot().slots
     assert (state.num_computed_tokens, state.num_output_tokens) == (0, 0)
     runner.gate.set()
@@ -326,13 +328,13 @@ async def test_a_plan_without_rows_has_a_result_and_runs_nothing(
 
 
 async def test_the_times_of_a_step_add_up(make_bench: Callable[..., Any]) -> None:
-    bench = await make_bench(step_ms=20.0)
+    bench = await make_bench(step_ms=500.0)
     bench.submit(admits=[make_admit()], schedule=[(0, 5)])
     bench.submit(schedule=[(0, 1)])
     outcomes = [await bench.outcome() for _ in range(2)]
     first, second = [outcome.result.times for outcome in outcomes]
-    assert first.forward_us >= 20_000
+    assert first.forward_us >= 500_000
     assert second.total_us >= first.forward_us + second.forward_us
-    assert second.idle_us < 20_000
+    assert second.idle_us < 500_000
     parts_us = second.idle_us + second.apply_us + second.forward_us + second.sample_us
     assert outcomes[1].cycle_us >= parts_us > 0

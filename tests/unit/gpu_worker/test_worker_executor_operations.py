@@ -72,7 +72,7 @@ class Bench:
         assert self.executor.submit(self.script.plan(**plan))
 
     async def ended(self, count: int) -> list[StepOutcome]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             return [await self.outcomes.get() for _ in range(count)]
 
     async def run(self, count: int) -> list[StepOutcome]:

@@ -259,8 +259,12 @@ class History:
         assert pair.highest - pair.lowest <= 2 * bound
 
 
-# One part is among the quick tests, all are in CI.
-PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_TESTS))]
+# One part is among the quick tests, half of them in `make test`, all in `make check`.
+PARTS = [
+    0,
+    *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_TESTS // 2)),
+    *(pytest.param(part, marks=pytest.mark.soak) for part in range(NUM_TESTS // 2, NUM_TESTS)),
+]
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -18,10 +18,11 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = FreePorts().take()
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(valkey.command(valkey.binary(), port, folder), stdout=log)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while not valkey.answers(port):
         assert time.monotonic() < deadline, (folder / "log").read_text()
         time.sleep(0.02)
-    yield f"redis://127.0.0.1:{port}/0"
+    # A machine that stands still for seconds is no server that is away.
+    yield f"redis://127.0.0.1:{port}/0?timeout=20&socket_timeout=20&socket_connect_timeout=20"
     server.kill()
     server.wait()

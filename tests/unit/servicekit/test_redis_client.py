@@ -25,7 +25,10 @@ async def test_connections_closed_by_the_server_fail_no_call(redis_url: str) -> 
     async with redis_client.connect(redis_url) as other:
         assert await other.client_kill_filter(_type="normal", skipme=True) >= 8
     # The loop must have seen the end of the streams, as it has in a service.
-    await asyncio.sleep(0.05)
+    readers = [pooled._reader for pooled in client.connection_pool._available_connections]
+    async with asyncio.timeout(20):
+        while not all(reader is None or reader.at_eof() for reader in readers):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     answers = await asyncio.gather(*(client.get(f"key-{i}") for i in range(8)))
     assert answers == [str(i).encode() for i in range(8)]
     await client.aclose()

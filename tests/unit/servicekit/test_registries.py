@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -71,10 +72,19 @@ async def test_a_server_that_evicts_is_refused(redis: Redis) -> None:
         await redis.config_set("maxmemory-policy", "noeviction")
 
 
-async def test_a_missing_server_is_noticed_at_once() -> None:
+async def test_a_missing_server_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No hidden retries: the caller decides."""
+    num_dialled = 0
+    dial = asyncio.open_connection
+
+    async def counting(*args: Any, **options: Any) -> Any:
+        nonlocal num_dialled
+        num_dialled += 1
+        return await dial(*args, **options)
+
+    monkeypatch.setattr(asyncio, "open_connection", counting)
     client = redis_client.connect(f"redis://127.0.0.1:{FreePorts().take()}/0")
-    async with asyncio.timeout(1):
-        with pytest.raises(RedisConnectionError):
-            await client.ping()
+    with pytest.raises(RedisConnectionError):
+        await client.ping()
+    assert num_dialled == 1
     await client.aclose()

@@ -21,7 +21,10 @@ METHOD = "/test.Echo/Echo"
 
 
 class Echo(grpc.GenericRpcHandler):
-    """Answers each message with as many bytes as it asks for."""
+    """Answers each message with itself; `held` is set while it holds one back for long."""
+
+    def __init__(self) -> None:
+        self.held = asyncio.Event()
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """One method, raw bytes."""
@@ -30,16 +33,17 @@ class Echo(grpc.GenericRpcHandler):
 
         async def echo(request: bytes, _: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
             if request == b"wait":
+                self.held.set()
                 await asyncio.sleep(30)
             return request
 
         return grpc.unary_unary_rpc_method_handler(echo)  # type: ignore[arg-type]
 
 
-def make_server() -> grpc_server.Server:
+def make_server(echo: Echo | None = None) -> grpc_server.Server:
     """An echo server."""
     return grpc_server.Server(
-        lambda server: server.add_generic_rpc_handlers((Echo(),)), ["test.Echo"]
+        lambda server: server.add_generic_rpc_handlers((echo or Echo(),)), ["test.Echo"]
     )
 
 
@@ -74,12 +78,13 @@ async def test_health_follows_set_serving() -> None:
 
 async def test_stop_cuts_calls_that_outlast_the_grace() -> None:
     """A stop is bounded."""
-    server = make_server()
+    echo = Echo()
+    server = make_server(echo)
     port = await server.start("127.0.0.1", 0)
-    async with grpc_server.channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(5):
+    async with grpc_server.channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(20):
         method: Any = channel.unary_unary(METHOD)
         call = method(b"wait")
-        await asyncio.sleep(0.1)
+        await echo.held.wait()
         await server.stop(0.1)
         with pytest.raises(grpc.aio.AioRpcError):
             await call
@@ -115,7 +120,7 @@ async def test_servers_listen_on_version_6(host: str, dialled: list[str]) -> Non
             found = await client.get(f"http://{address}:{port}/health")
             assert found.status_code == 200
         async with grpc.aio.insecure_channel(f"{address}:{grpc_port}") as channel:
-            await asyncio.wait_for(channel.channel_ready(), 5)
+            await asyncio.wait_for(channel.channel_ready(), 20)
     await ops.stop()
     await server.stop(0)
 
@@ -179,7 +184,7 @@ def test_a_process_ends_with_main_s_status_after_a_signal() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
         process.terminate()
-        assert process.wait(10) == 7
+        assert process.wait(30) == 7
 
 
 def test_wrong_settings_end_a_process_with_status_2() -> None:
