@@ -31,7 +31,8 @@ def channel(address: str) -> grpc.aio.Channel:
         "grpc.use_local_subchannel_pool": 1,
         "grpc.enable_http_proxy": 0,
         "grpc.initial_reconnect_backoff_ms": 100,
-        "grpc.min_reconnect_backoff_ms": 100,
+        # No pause, whatever its name: for so long a try to connect may last, on a busy machine too.
+        "grpc.min_reconnect_backoff_ms": 5_000,
         "grpc.max_reconnect_backoff_ms": 1_000,
     }
     return grpc.aio.insecure_channel(address, options=list(options.items()))

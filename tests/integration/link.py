@@ -31,6 +31,10 @@ class Link:
             return
         onward, back = await asyncio.open_connection("127.0.0.1", self._target_port)
         both = {writer, back}
+        if self._is_cut:  # meanwhile
+            for end in both:
+                end.transport.abort()
+            return
         self._writers |= both
         try:
             await asyncio.wait(

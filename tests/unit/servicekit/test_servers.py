@@ -16,6 +16,7 @@ from prometheus_client import Counter
 from deploy.local.options import ROOT
 from servicekit import grpc_server, listening, metrics
 from servicekit.ops import OpsServer
+from tests.integration.link import Link
 
 METHOD = "/test.Echo/Echo"
 
@@ -59,6 +60,25 @@ async def test_messages_up_to_the_limit_pass_both_ways() -> None:
             await call(bytes(grpc_server.MAX_MESSAGE_BYTES + 1))
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await call(b"again") == b"again"
+    await server.stop(0)
+
+
+async def test_a_peer_that_is_slow_to_answer_a_dial_is_waited_for() -> None:
+    """Busy machines are; no call fails for it."""
+    server = make_server()
+    way = Link(await server.start("127.0.0.1", 0))
+
+    async def carry_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.5)
+        await way.carry(reader, writer)
+
+    late = await asyncio.start_server(carry_late, "127.0.0.1", 0)
+    port = late.sockets[0].getsockname()[1]
+    async with grpc_server.channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.unary_unary(METHOD)
+        assert await call(b"in time", timeout=20) == b"in time"
+    late.close()
+    way.cut()
     await server.stop(0)
 
 
