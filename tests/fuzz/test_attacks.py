@@ -21,7 +21,7 @@ from tests.fuzz.sockets import listening, reached
 from tests.fuzz.watched import BAIT
 from tests.fuzz.world import CONTEXT, World, expected_tokens
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 LOOPBACK = "127.0.0.1"
 METHODS = (
     "/quire.v1.InferenceService/Generate",
@@ -198,7 +198,7 @@ def test_pickles_are_read_by_nobody(fuzzed: World, asker: Asker) -> None:
 
 def knock(process: Process, what: str, data: bytes) -> None:
     """Bytes on a port, in no protocol."""
-    with socket.create_connection((LOOPBACK, process.ports[what]), timeout=5) as connection:
+    with socket.create_connection((LOOPBACK, process.ports[what]), timeout=20) as connection:
         connection.sendall(data)
 
 
@@ -251,4 +251,4 @@ def test_the_gateway_does_not_search_its_start_for_garbage(fuzzed: World) -> Non
         lines = fuzzed.stack.watched(fuzzed.stack.gateway)
         return any(line["what"] == "loop" and line["frozen"] > 10_000 for line in lines)
 
-    wait_for(frozen, lambda: "the gateway freezes what it has loaded", 10)
+    wait_for(frozen, lambda: "the gateway freezes what it has loaded", 60)

@@ -15,7 +15,7 @@ from tests.fuzz.asks import ASKS, CALLS, POSTS, Ask, Call, Post
 from tests.fuzz.conftest import NUM_REQUESTS, SEED
 from tests.fuzz.world import World, leak_in
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120 + NUM_REQUESTS // 50)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300 + NUM_REQUESTS // 50)]
 # So many at a time.
 BATCH = 48
 SENT_TWICE, POSTED, CALLED = 0.25, 0.4, 0.1

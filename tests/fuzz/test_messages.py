@@ -12,7 +12,7 @@ from tests.fuzz.asking import Asker
 from tests.fuzz.asks import Call
 from tests.fuzz.world import World
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 GENERATE = "/quire.v1.InferenceService/Generate"
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 ROUNDS = 3

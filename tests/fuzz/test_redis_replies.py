@@ -15,8 +15,10 @@ from redis.asyncio import Redis
 from servicekit import redis_client
 from tests.integration.scheduler.harness import redis_server
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
 NUM_CALLS, NUM_CALLERS, CANCEL_SHARE = 10_000, 32, 0.5
+# A call that waits long for its reply, or for a connection, is none that was given a wrong one.
+PATIENT = "?socket_timeout=60&socket_connect_timeout=60&timeout=60"
 # A little slower than a plain command, so that a cancellation finds calls at every stage.
 _ECHO = "for i = 1, 300 do redis.call('PING') end return ARGV[1]"
 
@@ -26,7 +28,7 @@ async def test_each_reply_is_the_one_asked_for() -> None:
     chance = random.Random(30)
     ends: Counter[str] = Counter()
     async with redis_server() as server:
-        client = redis_client.connect(server.url)
+        client = redis_client.connect(server.url + PATIENT)
         echo = client.register_script(_ECHO)
         numbers = iter(range(NUM_CALLS))
 

@@ -18,7 +18,7 @@ from tests.fuzz.asks import PICKLES
 from tests.fuzz.sockets import listening, reached
 from tests.fuzz.watched import BAIT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def ended(argv: list[str], folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -29,7 +29,7 @@ def ended(argv: list[str], folder: Path, **settings: str) -> subprocess.Complete
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
         check=False,
     )
 
@@ -79,7 +79,7 @@ async def test_with_a_model_alone_this_machine_is_served_and_nobody_else(tmp_pat
         assert {port for _, port in reached(gateway.pid)} <= {9}
         assert "no_api_keys" in [event["event"] for event in gateway.events()]
         async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{gateway.ports['rest']}"
+            base_url=f"http://127.0.0.1:{gateway.ports['rest']}", timeout=20
         ) as client:
             answer = await client.post(
                 "/v1/completions", json={"prompt": "x"}, headers={"host": "quire.example.com"}

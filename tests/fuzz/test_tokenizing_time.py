@@ -1,7 +1,8 @@
 """Tokenizing a text of any kind takes time in proportion to its length.
 
-Time is that of the processor, not of the clock, and the least of several tries: a busy machine
-makes single figures worse. The exponent is fitted over lengths that differ 64-fold.
+Time is that of the processor, not of the clock, and the least of several tries, of more while it
+seems too much: a busy machine makes single figures worse. The exponent is fitted over lengths that
+differ 64-fold.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from tests.unit.gateway.model_folder import model_folder
 
 MAX_EXPONENT = 1.3
 LENGTHS = (1_000, 8_000, 64_000)
-TRIES = 2
+MIN_TRIES, MAX_TRIES = 2, 8
 # What has made tokenizers, their regular expressions and template guards slow elsewhere.
 TEXTS: dict[str, Callable[[int], str]] = {
     "one letter": lambda n: "a" * n,
@@ -45,15 +46,23 @@ TEXTS: dict[str, Callable[[int], str]] = {
 
 def exponent(run: Callable[[str], None], text: Callable[[int], str]) -> float:
     """Of the time, by least squares over the lengths."""
-    points = []
-    for length in LENGTHS:
-        best = math.inf
-        for _ in range(TRIES):
+    best_s = dict.fromkeys(LENGTHS, math.inf)
+    found = math.inf
+    for num_tries in range(MAX_TRIES):
+        if num_tries >= MIN_TRIES and found <= MAX_EXPONENT:
+            break
+        for length in LENGTHS:
             begin_s = time.process_time()
             run(text(length))
-            best = min(best, time.process_time() - begin_s)
-        # What takes no time at all can't be told from nothing.
-        points.append((math.log(length), math.log(best + 2e-4)))
+            best_s[length] = min(best_s[length], time.process_time() - begin_s)
+        found = slope(best_s)
+    return found
+
+
+def slope(time_s: dict[int, float]) -> float:
+    """Of the time over the lengths, both as logarithms."""
+    # What takes no time at all can't be told from nothing.
+    points = [(math.log(length), math.log(found_s + 2e-4)) for length, found_s in time_s.items()]
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     rise = sum((x - mean_x) * (y - mean_y) for x, y in points)
@@ -90,7 +99,7 @@ def body(text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TEXTS)
 def test_time_grows_with_the_length(name: str) -> None:
     """Of a byte-level vocabulary made on the spot."""
@@ -98,7 +107,7 @@ def test_time_grows_with_the_length(name: str) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TEXTS)
 def test_time_grows_with_the_length_for_the_real_model(name: str) -> None:
     """Its tokenizer splits texts by a regular expression first."""

@@ -115,7 +115,7 @@ async def test_each_role_may_do_all_that_it_does(stack: UsersStack) -> None:
     stack.workers[0].start()
     await asyncio.to_thread(stack.workers[0].wait_event, "ready")
     stack.workers[1].signal(signal.SIGTERM)
-    assert await asyncio.to_thread(stack.workers[1].wait, 30) == 0
+    assert await asyncio.to_thread(stack.workers[1].wait, 120) == 0
     again = start_streams(stack.client, bodies(stack.model_name, work(4, 20)))
     assert_exact(work(4, 20), await again.finish())
     with stack.eye() as eye:

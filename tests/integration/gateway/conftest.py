@@ -14,13 +14,15 @@ from redis.asyncio import Redis
 from gateway import settings as gateway_settings
 from gateway.adapters.tokenizer_hf import HfTokenizer, load_model
 from gateway.app import Gateway
-from gateway.core.types import ModelInfo
+from gateway.core.types import ModelInfo, RequestId
 from servicekit import redis_client
 from tests.integration.gateway.fakes import FakeScheduler, FakeWorker, Row
 from tests.integration.scheduler.harness import RedisServer, redis_server
 from tests.unit.gateway.model_folder import model_folder
 
 MODEL = "tiny"
+# Behind a Redis URL: a machine that stands still for seconds is no Redis that is away.
+PATIENT = "?socket_timeout=20&socket_connect_timeout=20"
 
 
 @dataclass
@@ -40,7 +42,7 @@ class World:
         """What a client sees of tokens that Row writes for `text`."""
         return self.tokenizer.decode([ord(c) for c in text])
 
-    async def until(self, condition: object, timeout_s: float = 10.0) -> None:
+    async def until(self, condition: object, timeout_s: float = 20.0) -> None:
         """Waits until condition() holds."""
         assert callable(condition)
         async with asyncio.timeout(timeout_s):
@@ -48,9 +50,12 @@ class World:
                 await asyncio.sleep(0.02)
 
     async def request(self, number: int = 0) -> queue_pb2.QueuedRequest:
-        """The request that was read as such a number."""
+        """The request that was read as such a number, once the gateway knows that it is queued."""
         await self.until(lambda: len(self.scheduler.requests) > number)
-        return self.scheduler.requests[number]
+        request = self.scheduler.requests[number]
+        live = self.gateway.engine._live.get(RequestId(request.request_id))
+        await self.until(lambda: live is None or live.admission or live.state.end)
+        return request
 
     async def say(self, request: queue_pb2.QueuedRequest, text: str = "", **row: Any) -> None:
         """The worker sends tokens of a request."""
@@ -72,10 +77,10 @@ async def world_of(
     server: RedisServer, *, announcing: bool = True, **settings: str
 ) -> AsyncIterator[World]:
     """A running world; leaving it drains the gateway."""
-    redis = redis_client.connect(server.url)
+    redis = redis_client.connect(server.url + PATIENT)
     model, tokenizer = load_model(model_folder(), name=MODEL, max_model_len=0, threads=1)
     environ = {
-        "QUIRE_REDIS_URL": server.url,
+        "QUIRE_REDIS_URL": server.url + PATIENT,
         "QUIRE_PORT": "0",
         "QUIRE_GRPC_PORT": "0",
         "QUIRE_DRAIN_S": "0",
@@ -93,11 +98,11 @@ async def world_of(
                 await asyncio.sleep(0.01)
             url = f"http://127.0.0.1:{gateway.ports['rest']}"
             try:
-                async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+                async with httpx.AsyncClient(base_url=url, timeout=60) as client:
                     yield World(redis, worker, scheduler, tokenizer, model, gateway, client, stop)
             finally:
                 stop.set()
-                async with asyncio.timeout(15):
+                async with asyncio.timeout(30):
                     await running
     finally:
         reading.cancel()

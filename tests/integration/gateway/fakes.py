@@ -194,9 +194,10 @@ class FakeScheduler:
         entry = queue_pb2.QueueEntry.FromString(fields[b"entry"])
         assert int(fields[b"deadline_ms"]) >= 0
         if entry.HasField("cancel"):
-            self.cancels.append(entry.cancel.request_id)
             await self._delete(entry_id)
             await self.finish(entry.cancel.request_id)
+            # Last: who sees it finds the queue without either entry.
+            self.cancels.append(entry.cancel.request_id)
             return
         self.entries[entry.request.request_id] = entry_id
         self.requests.append(entry.request)

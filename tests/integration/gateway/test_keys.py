@@ -14,6 +14,7 @@ import pytest
 from quire.oip import open_inference_pb2 as oip
 from quire.oip import open_inference_pb2_grpc
 from quire.v1 import inference_pb2, inference_pb2_grpc
+from structlog.testing import capture_logs
 
 import gateway
 from servicekit import grpc_server
@@ -74,11 +75,12 @@ async def test_both_ports_ask_for_keys_and_follow_the_file(
                 await stub.ListModels(inference_pb2.ListModelsRequest(), metadata=shown)
             ).models
             assert model.id == MODEL
-            file.write_text("bob:not-a-hash\n")
-            await asyncio.sleep(1.5)
+            with capture_logs() as told:
+                file.write_text("bob:not-a-hash\n")
+                await world.until(lambda: "keys_not_reloaded" in [line["event"] for line in told])
             assert (await world.client.get("/v1/models", headers=header(BOB))).status_code == 200
             file.write_text(f"alice:{digest_of(ALICE)}\n")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 while (await world.client.get("/v1/models", headers=header(BOB))).is_success:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -86,7 +88,7 @@ async def test_both_ports_ask_for_keys_and_follow_the_file(
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert (await world.client.get("/v1/models", headers=header(ALICE))).status_code == 200
         url = f"http://127.0.0.1:{world.gateway.ports['ops']}"
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as ops:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as ops:
             assert (await ops.get("/health")).status_code == 200
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from servicekit import redis_client, redis_keys
-from tests.integration.gateway.conftest import MODEL, World, world_of
+from tests.integration.gateway.conftest import MODEL, PATIENT, World, world_of
 from tests.integration.gateway.fakes import STOP
 from tests.integration.gateway.test_failures import half_way, process_of, tokens_of
 from tests.integration.link import Link, link_to
@@ -22,7 +22,7 @@ async def cut_off(server: RedisServer) -> AsyncIterator[tuple[World, Link]]:
     """A gateway with a link of its own to Redis: workers and scheduler have another."""
     async with link_to(server.port) as link:
         url = f"redis://127.0.0.1:{link.port}/0"
-        async with world_of(server, redis_url=url) as world:
+        async with world_of(server, redis_url=url + PATIENT) as world:
             await world.ready()
             yield world, link
             link.mend()
@@ -81,7 +81,7 @@ async def test_a_gateway_that_dies_before_it_has_accepted_queues_nothing(
     """The client's connection breaks while its body is still on the way."""
     redis = redis_client.connect(server.url)
     async with process_of(
-        redis_url=server.url,
+        redis_url=server.url + PATIENT,
         model=str(model_folder()),
         served_model_name=MODEL,
         port="0",
@@ -97,7 +97,7 @@ async def test_a_gateway_that_dies_before_it_has_accepted_queues_nothing(
         await asyncio.sleep(0.1)
         found.process.kill()
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), 20) == b""
         writer.close()
     assert await redis.xlen(redis_keys.requests(MODEL)) == 0
     await redis.aclose()

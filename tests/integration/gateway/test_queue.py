@@ -13,15 +13,15 @@ from gateway.adapters.queue_redis import RedisQueue
 from gateway.core.errors import UnavailableError
 from gateway.core.types import QueuedRequest, RequestId, Sampling
 from servicekit import redis_client, redis_keys
-from tests.integration.gateway.conftest import MODEL
+from tests.integration.gateway.conftest import MODEL, PATIENT
 from tests.integration.scheduler.harness import RedisServer
 
 
 @pytest.fixture
 async def queue(server: RedisServer) -> AsyncIterator[RedisQueue]:
     """Registered, with nobody who sends its cancels."""
-    redis = redis_client.connect(server.url)
-    blocking = redis_client.connect(server.url, blocking=True)
+    redis = redis_client.connect(server.url + PATIENT)
+    blocking = redis_client.connect(server.url + PATIENT, blocking=True)
     queue = RedisQueue(
         redis=redis, blocking=blocking, model=MODEL, gateway_id="g", reply_to=b"g",
         max_requests=10, max_tokens=1_000,
@@ -78,7 +78,7 @@ async def test_cancels_that_come_while_others_are_sent_are_sent_too(
     monkeypatch.setattr(codec, "encode_cancel", and_another)
     queue.cancel(first)
     running = asyncio.create_task(queue.run(lambda notice: None))
-    await queue.flush(5.0)
+    await queue.flush(20.0)
     running.cancel()
     await asyncio.wait([running])
     cancelled = [entry.cancel.request_id for entry in await entries(queue.redis)]

@@ -14,7 +14,7 @@ from tests.e2e.models import VOCAB_SIZE, write_stub_model
 from tests.e2e.stack import assert_idle, await_workers
 from tests.stub_worker.fake_runner import FakeOptions, token_from_seed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 OPTIONS = FakeOptions(vocab_size=VOCAB_SIZE, first_token=300)
 PROMPTS = [[300 + i for i in range(40)], [400, 401]]
 SEED, NUM_TOKENS = 11, 6
@@ -94,4 +94,6 @@ async def test_a_streamed_chat(stack: Stack, client: openai.AsyncOpenAI) -> None
     assert usage.completion_tokens == 4 * NUM_TOKENS
     assert usage.prompt_tokens_details is not None
     assert usage.prompt_tokens_details.cached_tokens == 0
+    # The client has the tokens before the scheduler has the steps' results.
+    assert_idle(stack)
     assert stack.scheduler.metrics().total("quire:forks_total") - before == 3

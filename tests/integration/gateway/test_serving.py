@@ -71,7 +71,6 @@ async def test_a_client_that_leaves_before_the_first_token(world: World) -> None
     await world.until(lambda: world.scheduler.cancels == [request.request_id])
     await world.until(lambda: world.worker.cancels == [request.request_id])
     await world.until(lambda: world.gateway.engine.num_live == 0)
-    await asyncio.sleep(0.1)
     assert await queue_length(world.redis) == 0
 
 
@@ -234,10 +233,10 @@ async def test_workers_of_another_model_are_not_used(
     async with world_of(server, announcing=False) as world:
         other = FakeWorker(world.redis, MODEL, "0" * 64, worker_id="other")
         async with other.serving():
-            await asyncio.sleep(1.5)
-            assert other.subscribes == []
+            await world.until(lambda: world.gateway.fleet._foreign)
             assert (await world.client.get("/ready")).status_code == 503
             world.worker.announcing = True
             await world.ready()
+            assert other.subscribes == [], "a worker found later has been dialled since"
     said = capsys.readouterr()
     assert (said.out + said.err).count("worker_not_used") == 1

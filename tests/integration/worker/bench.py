@@ -27,7 +27,7 @@ class Bench:
         self.options = options
         read = settings.load(
             [],
-            {"QUIRE_REDIS_URL": NO_REDIS, "QUIRE_DRAIN_S": "3", "QUIRE_WORKER_ID": "w", **environ},
+            {"QUIRE_REDIS_URL": NO_REDIS, "QUIRE_DRAIN_S": "30", "QUIRE_WORKER_ID": "w", **environ},
         )
         self.worker = app.Worker(read, lambda _settings, _log: FakeRunner(options))
         self.stop = asyncio.Event()
@@ -36,7 +36,7 @@ class Bench:
 
     async def start(self) -> None:
         self.running = asyncio.ensure_future(self.worker.run(self.stop))
-        for _ in range(500):
+        for _ in range(2000):
             if self.worker.port or self.running.done():
                 return
             await asyncio.sleep(0.01)
@@ -60,7 +60,7 @@ class Bench:
 
     async def exit_code(self) -> int:
         assert self.running is not None
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(20):
             return await self.running
 
     async def close(self) -> None:

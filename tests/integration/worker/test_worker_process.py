@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import urllib.error
 import urllib.request
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from quire.v1 import queue_pb2, worker_pb2
 
-from deploy.local import valkey
+from deploy.local import ports, valkey
 from servicekit import grpc_server, redis_client
 from tests.worker_builders import PlanScript, make_admit
 from tests.worker_clients import Scheduler
@@ -35,7 +34,7 @@ class Stub:
     async def until(self, event: str, **fields: Any) -> dict[str, Any]:
         """The next log line of this kind; lines before it are kept."""
         assert self.process.stderr is not None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while line := await self.process.stderr.readline():
                 entry: dict[str, Any] = json.loads(line)
                 self.events.append(entry)
@@ -44,7 +43,7 @@ class Stub:
         raise AssertionError(f"no {event} among {self.events}")
 
     async def exit_code(self) -> int:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             return await self.process.wait()
 
 
@@ -83,8 +82,8 @@ class Redis:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        # None that the kernel may give to a client's connection while the server is away.
+        self.port = ports.FreePorts().take()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.process: asyncio.subprocess.Process | None = None
 
@@ -94,7 +93,7 @@ class Redis:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )
-        for _ in range(500):
+        for _ in range(2000):
             if valkey.answers(self.port):
                 return
             await asyncio.sleep(0.01)
@@ -126,7 +125,7 @@ async def redis(tmp_path: Path) -> AsyncIterator[Redis]:
 async def get(port: int, path: str) -> tuple[int, str]:
     def fetch() -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as reply:
                 return reply.status, reply.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, ""
@@ -200,7 +199,7 @@ async def test_a_worker_serves_while_redis_is_away(start: Start, redis: Redis) -
 
 
 async def test_health_answers_while_the_model_loads(start: Start) -> None:
-    stub = await start(STUB_LOAD_S="30")
+    stub = await start(STUB_LOAD_S="60")
     ops_port = (await stub.until("listening", what="ops"))["port"]
     assert await get(ops_port, "/health") == (200, "ok\n")
     assert (await get(ops_port, "/health/ready"))[0] == 503
