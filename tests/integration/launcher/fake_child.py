@@ -1,7 +1,8 @@
 """A child for the launcher's tests: says that it is ready, notes its end, obeys its instructions.
 
-Instructions (JSON in argv[2]): `end_s` how long it takes to end, `deaf` ignores SIGTERM, `die_s`
-dies by itself after so long, `status` with this exit status, `grandchild` starts a process.
+Instructions (JSON in argv[2]): `end_s` how long it takes to end, `ends_after` a line of the notes
+without which it does not end, `deaf` ignores SIGTERM, `die_s` dies by itself after so long,
+`status` with this exit status, `grandchild` starts a process.
 """
 
 import json
@@ -27,6 +28,8 @@ def on_term(_number: int, _frame: object) -> None:
     if ORDERS.get("deaf"):
         return
     time.sleep(ORDERS.get("end_s", 0.05))
+    while ORDERS.get("ends_after", "") not in NOTES.read_text():
+        time.sleep(0.01)
     note("ended")
     os._exit(0)
 
@@ -35,10 +38,10 @@ def main() -> None:
     """Lives until told otherwise, at most two minutes."""
     signal.signal(signal.SIGTERM, on_term)
     signal.signal(signal.SIGINT, lambda *_: note("interrupted"))
-    note("started")
     if ORDERS.get("grandchild"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
         note(f"grandchild {child.pid}")
+    note("started")
     print(json.dumps({"event": "ready", "level": "info"}), file=sys.stderr, flush=True)
     warning = {"event": "odd", "level": "warning", "who": NAME}
     print(json.dumps(warning), file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """The launcher's supervisor over fake children and a real embedded Valkey, as a process of its own.
 
-argv[1] is a folder; `orders.json` in it tells each child what to do and sets `drain_s`.
+argv[1] is a folder; `orders.json` in it tells each child what to do and sets `drain_s` and
+`worker_stage_s`.
 """
 
 import json
@@ -9,10 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.local import runs, valkey
+from deploy.local import runs, supervisor, valkey
 from deploy.local.children import Child, Launch, Role, Spec
 from deploy.local.ports import FreePorts
-from deploy.local.supervisor import Supervisor, say
 
 FAKE = Path(__file__).with_name("fake_child.py")
 ROLES = {"gateway": Role.GATEWAY, "scheduler_svc": Role.SCHEDULER}
@@ -22,6 +22,8 @@ def main() -> int:
     """Runs until it is told to end."""
     folder = Path(sys.argv[1])
     orders = json.loads((folder / "orders.json").read_text())
+    worker_stage_s = orders.get("worker_stage_s", supervisor.STAGE_S[Role.WORKER])
+    supervisor.STAGE_S[Role.WORKER] = worker_stage_s
     notes = folder / "notes"
     redis_port = FreePorts().take()
     data_dir = folder / "redis"
@@ -43,14 +45,14 @@ def main() -> int:
         runs.write_state(folder, {"pids": pids, "redis_port": redis_port})
 
     names = ["scheduler_svc", "worker-0", "worker-1", "gateway"]
-    return Supervisor(
+    return supervisor.Supervisor(
         [Spec(name="redis", role=Role.REDIS, prepare=lambda: redis), *map(spec, names)],
         run_dir=folder,
         cwd=folder,
-        drain_s=orders.get("drain_s", 0.5),
+        drain_s=orders.get("drain_s", 30.0),
         redis_answers=lambda: valkey.answers(redis_port),
         is_ready=lambda: notes.exists() and notes.read_text().count("started") >= len(names),
-        on_ready=lambda: say("THE EXAMPLES"),
+        on_ready=lambda: supervisor.say("THE EXAMPLES"),
         on_change=on_change,
     ).run()
 

@@ -25,7 +25,7 @@ def run(service: str, *flags: str, **variables: str) -> "subprocess.CompletedPro
         capture_output=True,
         text=True,
         check=False,
-        timeout=25,
+        timeout=50,
     )
 
 

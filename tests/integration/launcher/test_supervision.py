@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from deploy.local import procs, valkey
 from deploy.local.options import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
+LIMIT_S = 40.0
 
 
 class Running:
@@ -51,7 +53,7 @@ class Running:
         state: dict[str, Any] = json.loads((self.folder / "stack.json").read_text())
         return state
 
-    def until(self, what: Callable[[], bool], limit_s: float = 15.0) -> None:
+    def until(self, what: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         """Waits for a condition; fails with the launcher's output."""
         deadline = time.monotonic() + limit_s
         while not what():
@@ -66,7 +68,7 @@ class Running:
     def end(self, number: int = signal.SIGTERM) -> int:
         """Signals the launcher and waits for its end."""
         self.launcher.send_signal(number)
-        return self.launcher.wait(20)
+        return self.launcher.wait(LIMIT_S)
 
 
 def is_alive(pid: int) -> bool:
@@ -95,9 +97,15 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 def test_a_drain_ends_gateway_workers_scheduler_and_redis_in_that_order(
     start: Callable[..., Running],
 ) -> None:
-    """Each stage begins only when the one before is over."""
+    """Each stage begins only when the one before is over; the workers are told together."""
     slow = {"end_s": 0.3}
-    stack = start({"gateway": slow, "worker-0": slow, "scheduler_svc": slow}).until_ready()
+    orders = {
+        "gateway": slow,
+        "worker-0": slow | {"ends_after": "worker-1 told"},
+        "worker-1": {"ends_after": "worker-0 told"},
+        "scheduler_svc": slow,
+    }
+    stack = start(orders).until_ready()
     pids = stack.state["pids"]
     assert stack.end() == 0, stack.output
     ends = [line for line in stack.notes if line.split()[1] in {"told", "ended"}]
@@ -113,39 +121,40 @@ def test_ctrl_c_reaches_the_launcher_alone(start: Callable[..., Running]) -> Non
     """A terminal sends SIGINT to its whole foreground group; the children are not in it."""
     stack = start().until_ready()
     os.killpg(stack.launcher.pid, signal.SIGINT)
-    assert stack.launcher.wait(20) == 0
+    assert stack.launcher.wait(LIMIT_S) == 0
     assert not [line for line in stack.notes if "interrupted" in line]
 
 
 def test_a_child_that_does_not_listen_is_killed_and_the_rest_still_drains(
     start: Callable[..., Running],
 ) -> None:
-    """The gateway's stage is drain_s plus its margin."""
-    stack = start({"gateway": {"deaf": True}, "drain_s": 0.2}).until_ready()
+    """The gateway's stage is drain_s plus its margin, whatever the next stage may have."""
+    orders = {"gateway": {"deaf": True}, "drain_s": 0.2, "worker_stage_s": 600}
+    stack = start(orders).until_ready()
     began = time.monotonic()
     assert stack.end() == 0
-    assert 2 < time.monotonic() - began < 10
-    assert "gateway did not end within 2.7 s; killed" in stack.output
+    assert time.monotonic() - began >= 2.7
+    assert re.search(r"gateway did not end within [\d.]+ s; killed", stack.output)
     assert "scheduler_svc ended" in stack.notes
 
 
 def test_a_second_signal_ends_everything_at_once(start: Callable[..., Running]) -> None:
     """Also children that do not listen, and what they have started."""
-    orders = {"gateway": {"deaf": True, "grandchild": True}, "drain_s": 60}
+    orders = {"gateway": {"deaf": True, "grandchild": True}, "drain_s": 600}
     stack = start(orders).until_ready()
     pids = stack.state["pids"]
     grandchild = next(int(n.split()[2]) for n in stack.notes if "grandchild" in n)
     stack.launcher.send_signal(signal.SIGINT)
     stack.until(lambda: "gateway told" in stack.notes)
-    began = time.monotonic()
     assert stack.end(signal.SIGINT) == 130
-    assert time.monotonic() - began < 2
-    assert not any(is_alive(pid) for pid in [*pids.values(), grandchild])
+    assert not any(is_alive(pid) for pid in pids.values())
+    stack.until(lambda: not is_alive(grandchild))
 
 
 def test_a_dead_worker_is_reported_and_restarted(start: Callable[..., Running]) -> None:
     """The others are not touched."""
     stack = start().until_ready()
+    stack.until(lambda: "[worker-1] warning: odd" in stack.output)  # it is in its log by then
     before = stack.state["pids"]
     os.kill(before["worker-1"], signal.SIGKILL)
     stack.until(lambda: stack.state["pids"]["worker-1"] != before["worker-1"])
@@ -163,7 +172,7 @@ def test_five_deaths_within_a_minute_end_the_launcher(start: Callable[..., Runni
     """With a back-off between them; the others are drained."""
     stack = start({"worker-0": {"die_s": 0.05}})
     began = time.monotonic()
-    assert stack.launcher.wait(25) == 1
+    assert stack.launcher.wait(LIMIT_S) == 1
     assert time.monotonic() - began > 7
     assert stack.notes.count("worker-0 started") == 5
     assert stack.output.count("the last words") >= 5
@@ -174,7 +183,7 @@ def test_five_deaths_within_a_minute_end_the_launcher(start: Callable[..., Runni
 def test_a_worker_with_wrong_settings_is_not_restarted(start: Callable[..., Running]) -> None:
     """Exit status 2 says that the settings are wrong."""
     stack = start({"worker-0": {"die_s": 0.05, "status": 2}})
-    assert stack.launcher.wait(15) == 1
+    assert stack.launcher.wait(LIMIT_S) == 1
     assert stack.notes.count("worker-0 started") == 1
 
 
@@ -184,7 +193,7 @@ def test_any_other_death_ends_the_launcher(start: Callable[..., Running], name: 
     stack = start().until_ready()
     pids = stack.state["pids"]
     os.kill(pids[name], signal.SIGKILL)
-    assert stack.launcher.wait(15) == 1
+    assert stack.launcher.wait(LIMIT_S) == 1
     assert f"{name} has died (signal SIGKILL)" in stack.output
     assert not any(is_alive(pid) for pid in pids.values())
 
@@ -197,19 +206,18 @@ def test_sigkill_of_the_launcher_ends_all_children(start: Callable[..., Running]
     assert all(is_alive(pid) for pid in pids.values())
     stack.launcher.kill()
     stack.launcher.wait()
-    stack.until(lambda: not any(is_alive(pid) for pid in pids.values()), 5)
+    stack.until(lambda: not any(is_alive(pid) for pid in pids.values()))
 
 
 def test_two_stacks_run_at_once(start: Callable[..., Running]) -> None:
     """Each with a Redis of its own; ending one leaves the other alone."""
-    one, two = start(name="a"), start(name="b")
-    one.until_ready()
-    two.until_ready()
+    one = start(name="a").until_ready()
+    two = start(name="b").until_ready()
     ports = one.state["redis_port"], two.state["redis_port"]
     assert ports[0] != ports[1]
     assert one.end() == 0
     assert not valkey.answers(ports[0])
-    assert valkey.answers(ports[1])
+    assert valkey.answers(ports[1], LIMIT_S)
     assert two.end() == 0
 
 
@@ -235,8 +243,12 @@ def test_the_stack_outlives_the_reader_of_its_output(
     launcher.stdout.readline()
     launcher.stdout.close()
     try:
-        time.sleep(1.5)
+        deadline = time.monotonic() + LIMIT_S
+        while not (folder / "stack.json").exists():  # it has told of each child by then
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.5)
         assert launcher.poll() is None
     finally:
         launcher.terminate()
-        assert launcher.wait(20) == 0
+        assert launcher.wait(LIMIT_S) == 0

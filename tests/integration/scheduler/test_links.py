@@ -38,11 +38,11 @@ async def test_a_request_is_queued_while_its_scheduler_is_cut_off(
             await eventually(lambda: len(worker.emissions) > 5)
             link.cut()
             await add_request(redis, queued)
-            await eventually(lambda: any(e.finish for e in worker.emissions), 10)
+            await eventually(lambda: any(e.finish for e in worker.emissions))
             await asyncio.sleep(0.2)
             assert await redis.xlen(redis_keys.requests(MODEL)) == 2, "ends can't be written"
             assert tokens_of(worker.emissions, queued.request_id) == []
             link.mend()
-            await wait_queue_empty(redis, 10)
+            await wait_queue_empty(redis)
     for request in (running, queued):
         assert tokens_of(worker.emissions, request.request_id) == expected_tokens(request)

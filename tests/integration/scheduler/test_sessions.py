@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from quire.v1 import worker_pb2
+from structlog.testing import capture_logs
 
 from scheduler_svc.adapters import loss_rules
 from scheduler_svc.core.events import (
@@ -22,6 +23,11 @@ from tests.integration.scheduler.harness import eventually, tokens_of
 from tests.integration.scheduler.rig import CLOCK, EPOCH, Rig, request
 
 
+async def sessions(worker: FakeWorkerServer, count: int) -> None:
+    """Waits for the count-th session."""
+    await eventually(lambda: worker.num_sessions >= count)
+
+
 async def test_a_worker_joins_computes_and_its_results_reach_the_core(
     worker: FakeWorkerServer,
 ) -> None:
@@ -33,7 +39,7 @@ async def test_a_worker_joins_computes_and_its_results_reach_the_core(
         arrival = request(prompt=11, max_tokens=9)
         rig.feed(arrival)
         await eventually(lambda: rig.finishes)
-        await eventually(lambda: rig.observer.num_results == len(rig.observer.plan_bytes))
+        await eventually(lambda: not any(w.num_steps_in_flight for w in rig.core.view().workers))
     joined = rig.of(WorkerJoined)[0]
     assert joined.capacity.num_slots == 32
     assert joined.gateway_ids == {"g1"}
@@ -58,12 +64,12 @@ async def test_a_broken_stream_is_resumed_without_a_trace(
     async with Rig(worker, depth=depth).running() as rig:
         await rig.saw(WorkerJoined)
         rig.feed(arrival)
-        for count in (4, 30, 50, 70):
+        for num_sessions, count in enumerate((4, 30, 50, 70), start=2):
             await rig.saw(StepCompleted, count)
             if lost_on_the_way == "plans":
                 worker.flow.clear()
             worker.cut()
-            await asyncio.sleep(0.02)
+            await sessions(worker, num_sessions)
             worker.flow.set()
         await eventually(lambda: rig.finishes)
     assert worker.num_sessions == 5
@@ -80,9 +86,12 @@ async def test_a_stream_gone_for_longer_than_the_grace_is_a_loss(worker: FakeWor
     async with Rig(worker, grace_s=0.3).running() as rig:
         await rig.saw(WorkerJoined)
         begin = CLOCK.now_ns()
-        await worker.stop()
-        await rig.saw(WorkerLost)
-        assert 0.3 <= (CLOCK.now_ns() - begin) / 1e9 < 2.0
+        with capture_logs() as said:
+            await worker.stop()
+            await rig.saw(WorkerLost)
+        assert CLOCK.now_ns() - begin >= 0.3e9
+        [lost] = [line for line in said if line["event"] == "worker_lost"]
+        assert lost["reason"] == "the stream was gone for longer than the grace"
         port = int(worker.address.rpartition(":")[2])
         await worker.start(port)
         await rig.saw(WorkerJoined, 2)
@@ -125,14 +134,15 @@ async def test_the_registry_can_name_another_incarnation(worker: FakeWorkerServe
 async def test_a_silent_worker_with_plans_is_lost(
     worker: FakeWorkerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_rules, "SILENT_NS", 300_000_000)
     async with Rig(worker).running() as rig:
         await rig.saw(WorkerJoined)
-        rig.feed(request(max_tokens=50))
+        rig.feed(request(max_tokens=300))
         await rig.saw(StepCompleted, 3)
         worker.flow.clear()
         worker.silent = True
-        await rig.saw(WorkerLost)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(loss_rules, "SILENT_NS", 300_000_000)
+            await rig.saw(WorkerLost)
         worker.flow.set()
         worker.silent = False
         await rig.saw(WorkerJoined, 2)
@@ -143,11 +153,11 @@ async def test_a_silent_worker_with_plans_is_lost(
 async def test_a_silent_worker_without_plans_only_loses_its_stream(
     worker: FakeWorkerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_rules, "SILENT_NS", 300_000_000)
     async with Rig(worker).running() as rig:
         await rig.saw(WorkerJoined)
         await rig.saw(StepCompleted)
         worker.silent = True
+        monkeypatch.setattr(loss_rules, "SILENT_NS", 300_000_000)
         await eventually(lambda: worker.num_sessions >= 2)
         assert rig.of(WorkerLost) == []
 
@@ -155,22 +165,22 @@ async def test_a_silent_worker_without_plans_only_loses_its_stream(
 async def test_heartbeats_do_not_excuse_a_step_that_never_ends(
     worker: FakeWorkerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_rules, "STUCK_NS", 900_000_000)
     async with Rig(worker).running() as rig:
         await rig.saw(WorkerJoined)
         await rig.saw(StepCompleted)
         worker.flow.clear()
+        begin = CLOCK.now_ns()
         rig.feed(request(max_tokens=50))
-        await asyncio.sleep(0.7)
-        assert rig.of(WorkerLost) == []
-        await rig.saw(WorkerLost)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(loss_rules, "STUCK_NS", 900_000_000)
+            await rig.saw(WorkerLost)
+        assert CLOCK.now_ns() - begin >= 0.9e9
         await eventually(lambda: len(worker.opens) == 2)
         await asyncio.sleep(1.2)  # two heartbeats
         assert len(rig.of(WorkerJoined)) == 1, "nothing is planned behind the step that hangs"
         assert len(worker.opens) == 2, "it waits in one session"
         worker.subscribe("g1", "g2")
         worker.say(worker_pb2.SessionResponse(draining=worker_pb2.Draining()))
-        await asyncio.sleep(0.1)
         worker.flow.set()
         await rig.saw(WorkerDraining)
         assert rig.of(WorkerJoined)[1].gateway_ids == {"g1", "g2"}
@@ -180,14 +190,15 @@ async def test_heartbeats_do_not_excuse_a_step_that_never_ends(
 async def test_a_slow_worker_gets_its_work_back_once_it_is_free(
     worker: FakeWorkerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_rules, "STUCK_NS", 300_000_000)
     async with Rig(worker).running() as rig:
         await rig.saw(WorkerJoined)
         await rig.saw(StepCompleted)
         worker.flow.clear()
         arrival = request(max_tokens=50)
         rig.feed(arrival)
-        await rig.saw(WorkerLost)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(loss_rules, "STUCK_NS", 300_000_000)
+            await rig.saw(WorkerLost)
         worker.flow.set()
         await eventually(lambda: rig.finishes)
     assert len(rig.of(WorkerJoined)) == 2
@@ -198,16 +209,17 @@ async def test_results_of_an_older_life_are_dropped(worker: FakeWorkerServer) ->
     worker.tells_busy = False
     async with Rig(worker).running() as rig:
         await rig.saw(WorkerJoined)
-        rig.feed(request(max_tokens=50))
+        rig.feed(request(max_tokens=300))
         await rig.saw(StepCompleted, 5)
         worker.flow.clear()
-        await asyncio.sleep(0.05)
-        rig.link.give_up("planted")  # two plans are in flight
+        # Two plans are in flight, and no result is on its way.
+        await eventually(lambda: rig.observer.num_results == worker.last_step)
+        await eventually(lambda: len(worker.plans) == worker.last_step + 2)
+        rig.link.give_up("planted")
         rig.feed(WorkerLost(now_ns=CLOCK.now_ns(), worker_id=WorkerId("w1")))
         await rig.saw(WorkerLost)
         rig.link._kick.set()  # does not wait for the pause
         await rig.saw(WorkerJoined, 2)
-        await asyncio.sleep(0.05)
         worker.flow.set()
         await eventually(lambda: rig.finishes)
     assert rig.observer.num_stale == 2
@@ -219,7 +231,7 @@ async def test_a_refused_step_fails_and_work_goes_on_from_a_reset(
 ) -> None:
     async with Rig(worker).running() as rig:
         await rig.saw(WorkerJoined)
-        arrival = request(prompt=7, max_tokens=40)
+        arrival = request(prompt=7, max_tokens=300)
         rig.feed(arrival)
         await rig.saw(StepCompleted, 5)
         worker.fault_next = worker_pb2.Fault(
@@ -260,7 +272,7 @@ async def test_cancels_and_subscriptions_are_passed_on(worker: FakeWorkerServer)
 async def test_a_worker_of_another_schema_revision_is_not_used(worker: FakeWorkerServer) -> None:
     worker.min_schema_revision = worker.max_schema_revision = 2
     async with Rig(worker).running() as rig:
-        await eventually(lambda: len(worker.opens) == 2)
+        await eventually(lambda: len(worker.opens) >= 2)
         assert rig.events == []
 
 
@@ -272,6 +284,6 @@ async def test_a_worker_that_left_the_registry_before_joining_is_forgotten(
     running = asyncio.get_running_loop().create_task(rig.link.run())
     await asyncio.sleep(0.1)
     rig.link.announced(None)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         await running
     assert rig.events == []

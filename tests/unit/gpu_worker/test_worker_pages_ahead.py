@@ -44,7 +44,7 @@ def blocks(count: int) -> int:
 def reached(pages: PagesAhead, block: int) -> int:
     """Blocks that have their memory once a step has had this one."""
     pages.reach(block)
-    pages.wait(10.0)
+    pages.wait(30.0)
     return pages.taken_bytes // (BLOCK_PAGES * PAGE)
 
 
@@ -81,5 +81,5 @@ def test_pages_that_blocks_share_are_taken_whole() -> None:
 def reached_all(pages: PagesAhead, cache: torch.Tensor) -> bool:
     """With much more ahead than there is."""
     pages.reach(0)
-    pages.wait(10.0)
+    pages.wait(30.0)
     return pages.taken_bytes == cache.nbytes
