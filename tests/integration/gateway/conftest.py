@@ -17,12 +17,10 @@ from gateway.app import Gateway
 from gateway.core.types import ModelInfo, RequestId
 from servicekit import redis_client
 from tests.integration.gateway.fakes import FakeScheduler, FakeWorker, Row
-from tests.integration.scheduler.harness import RedisServer, redis_server
+from tests.integration.scheduler.harness import PATIENT, RedisServer, redis_server
 from tests.unit.gateway.model_folder import model_folder
 
 MODEL = "tiny"
-# Behind a Redis URL: a machine that stands still for seconds is no Redis that is away.
-PATIENT = "?socket_timeout=20&socket_connect_timeout=20"
 
 
 @dataclass

@@ -18,9 +18,9 @@ from quire.v1 import common_pb2, queue_pb2
 
 import gateway
 from servicekit import redis_client, redis_keys
-from tests.integration.gateway.conftest import MODEL, PATIENT, World, world_of
+from tests.integration.gateway.conftest import MODEL, World, world_of
 from tests.integration.gateway.fakes import LENGTH, STOP, FakeWorker, Row
-from tests.integration.scheduler.harness import RedisServer
+from tests.integration.scheduler.harness import PATIENT, RedisServer
 from tests.unit.gateway.model_folder import model_folder
 
 pytestmark = pytest.mark.redis

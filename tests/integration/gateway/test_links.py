@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from servicekit import redis_client, redis_keys
-from tests.integration.gateway.conftest import MODEL, PATIENT, World, world_of
+from tests.integration.gateway.conftest import MODEL, World, world_of
 from tests.integration.gateway.fakes import STOP
 from tests.integration.gateway.test_failures import half_way, process_of, tokens_of
 from tests.integration.link import Link, link_to
-from tests.integration.scheduler.harness import RedisServer
+from tests.integration.scheduler.harness import PATIENT, RedisServer
 from tests.unit.gateway.model_folder import model_folder
 
 pytestmark = pytest.mark.redis

@@ -13,8 +13,8 @@ from gateway.adapters.queue_redis import RedisQueue
 from gateway.core.errors import UnavailableError
 from gateway.core.types import QueuedRequest, RequestId, Sampling
 from servicekit import redis_client, redis_keys
-from tests.integration.gateway.conftest import MODEL, PATIENT
-from tests.integration.scheduler.harness import RedisServer
+from tests.integration.gateway.conftest import MODEL
+from tests.integration.scheduler.harness import PATIENT, RedisServer
 
 
 @pytest.fixture
