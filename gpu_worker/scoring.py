@@ -24,9 +24,10 @@ from gpu_worker import models
 from gpu_worker.attention import PagedContext, StepTables
 from gpu_worker.batch import FlatBatch
 from gpu_worker.ports import LogprobRows, ScheduledRow
+from kernels.checks import NATIVE_DTYPES
+from kernels.sampling import MAX_TOP
 
 SLICE = 256
-MOST_TOP = 20  # that the device's kernel finds
 
 Kernel = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 Floats = npt.NDArray[np.float32]
@@ -48,7 +49,7 @@ class Scores:
 def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scores:
     """`logits` [n, vocabulary] against the n tokens that follow. Does not change `logits`."""
     kernel = _kernel_for(logits)
-    if kernel is not None and num_top <= MOST_TOP:
+    if kernel is not None and num_top <= MAX_TOP:
         own, top, top_logprobs = kernel(logits, token_ids, num_top)
         return Scores(
             logprobs=own.cpu().numpy(),
@@ -68,7 +69,9 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scores:
 
 
 def _kernel_for(logits: Tensor) -> Kernel | None:
-    return _device_logprobs() if logits.device.type == "cuda" else None
+    if logits.device.type == "cuda":
+        return _device_logprobs()
+    return _native_logprobs() if logits.dtype in NATIVE_DTYPES else None
 
 
 @cache
@@ -79,6 +82,14 @@ def _device_logprobs() -> Kernel | None:
     except ImportError:
         return None
     return logprobs
+
+
+@cache
+def _native_logprobs() -> Kernel | None:
+    """None where there are no native kernels."""
+    from kernels.native import library, sampling
+
+    return None if library.reason_unavailable() else sampling.logprobs
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:

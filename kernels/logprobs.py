@@ -14,10 +14,8 @@ from torch import Tensor
 from kernels.checks import check_runs_triton
 from kernels.rounding import is_nan
 from kernels.sampler import vocabulary_block
-from kernels.sampling import check_tokens
+from kernels.sampling import check_tokens, num_likeliest
 from kernels.tiles import VOCABULARY_WARPS
-
-MAX_TOP = 20
 
 
 # fmt: off
@@ -78,14 +76,12 @@ def logprobs_kernel(
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of tokens [R]; and ids and logprobs [R, num_top] of the most likely ones.
 
-    num_top is at most MAX_TOP and is cut to the vocabulary. Does not wait for the device.
+    num_top is cut to the vocabulary, see num_likeliest. Does not wait for the device.
     """
     check_tokens(logits, tokens)
     check_runs_triton(logits.device, logprobs_kernel)
-    if not 0 <= num_top <= MAX_TOP:
-        raise ValueError(f"num_top must be 0 to {MAX_TOP}, got {num_top}")
+    num_top = num_likeliest(logits, num_top)
     num_rows, vocabulary = logits.shape
-    num_top = min(num_top, vocabulary)
     device = logits.device
     own = torch.empty(num_rows, dtype=torch.float32, device=device)
     ids = torch.empty((num_rows, num_top), dtype=torch.int64, device=device)

@@ -15,6 +15,7 @@ from kernels.checks import FLOAT_DTYPES
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 MAX_VOCABULARY = 1 << 30
+MAX_TOP = 20  # likeliest tokens that are given beside a token's logprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +133,13 @@ def check_tokens(logits: Tensor, tokens: Tensor) -> None:
     """One token a row."""
     check_logits(logits)
     _column("tokens", tokens, logits.shape[0], logits.device, real=False)
+
+
+def num_likeliest(logits: Tensor, num_top: int) -> int:
+    """num_top, which is 0 to MAX_TOP, or the size of the vocabulary if that is less."""
+    if not 0 <= num_top <= MAX_TOP:
+        raise ValueError(f"num_top must be 0 to {MAX_TOP}, got {num_top}")
+    return min(num_top, logits.shape[1])
 
 
 def _row_tokens(name: str, part: RowTokens, rows: int, device: torch.device) -> None:

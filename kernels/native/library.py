@@ -113,6 +113,15 @@ class SampleCall(ctypes.Structure):
     )
 
 
+class LogprobsCall(ctypes.Structure):
+    """logprobs.cpp: LogprobsCall."""
+
+    _fields_ = _fields(
+        (_ADDRESS, "own top_ids top_logprobs logits tokens"),
+        (_INT, "rows vocabulary logits_row num_top is_bf16"),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
     """The functions of one library."""
@@ -122,6 +131,7 @@ class Library:
     linear: Any
     quantized: Any
     sample: Any
+    logprobs: Any
     rotary_store: Any
     store_kv: Any
     norm: Any
@@ -169,6 +179,7 @@ def load(instruction_set: str = "") -> Library:
         linear=_function(long.quire_linear, [ctypes.POINTER(LinearCall)]),
         quantized=_function(long.quire_quantized, [ctypes.POINTER(QuantizedCall)]),
         sample=_function(long.quire_sample, [ctypes.POINTER(SampleCall)]),
+        logprobs=_function(long.quire_logprobs, [ctypes.POINTER(LogprobsCall)]),
         rotary_store=_function(short.quire_rotary_store, [ctypes.POINTER(RotaryCall)]),
         store_kv=_function(short.quire_store_kv, store),
         norm=_function(short.quire_norm, [ctypes.POINTER(NormCall)], None),

@@ -1,11 +1,11 @@
-"""The native sampler: sample.cpp on the columns of kernels.sampling."""
+"""The native sampler, sample.cpp on the columns of kernels.sampling, and logprobs.cpp."""
 
 import torch
 from torch import Tensor
 
 from kernels.checks import check_native
 from kernels.native import library
-from kernels.sampling import Sampling, check_sampling
+from kernels.sampling import Sampling, check_sampling, check_tokens, num_likeliest
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -39,3 +39,34 @@ def sample(logits: Tensor, sampling: Sampling) -> Tensor:
     if library.load().sample(call):
         raise ValueError("bias, forbidden or history: a token is outside the vocabulary")
     return tokens
+
+
+def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of tokens [R]; and ids and logprobs [R, num_top] of the likeliest, equal ones by id.
+
+    num_top is cut to the vocabulary, see num_likeliest. All of a row is NaN where one of its logits
+    is NaN or plus infinity or none is finite; a negative token's own logprob is.
+    """
+    check_tokens(logits, tokens)
+    check_native(logits)
+    num_top = num_likeliest(logits, num_top)
+    rows, vocabulary = logits.shape
+    own = torch.empty(rows, dtype=torch.float32)
+    ids = torch.empty((rows, num_top), dtype=torch.int64)
+    values = torch.empty((rows, num_top), dtype=torch.float32)
+    call = library.LogprobsCall(
+        own=own.data_ptr(),
+        top_ids=ids.data_ptr(),
+        top_logprobs=values.data_ptr(),
+        logits=logits.data_ptr(),
+        tokens=tokens.data_ptr(),
+        rows=rows,
+        vocabulary=vocabulary,
+        logits_row=logits.stride(0),
+        num_top=num_top,
+        is_bf16=logits.dtype == torch.bfloat16,
+    )
+    if refused := library.load().logprobs(call):
+        token = int(tokens[refused - 1])
+        raise ValueError(f"tokens must be below {vocabulary}, got {token} for row {refused - 1}")
+    return own, ids, values

@@ -156,7 +156,8 @@ def worker_score_error(num_top: int) -> float:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "_kernel_for", lambda _logits: scoring._device_logprobs())
         ours = scoring.score(logits, tokens, num_top)
-    theirs = scoring.score(logits, tokens, num_top)
+        patch.setattr(scoring, "_kernel_for", lambda _logits: None)
+        theirs = scoring.score(logits, tokens, num_top)
     rows = [0, 2]  # what stands beside a NaN is of no use
     assert np.array_equal(np.isnan(ours.logprobs), [False, True, False])
     assert np.array_equal(ours.top_token_ids[rows], theirs.top_token_ids[rows])
