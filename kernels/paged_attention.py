@@ -10,9 +10,11 @@ Two paths, chosen per row on the device, so that a step needs no host wait:
     query_len == 1  decode_kernel: the row's keys are cut at multiples of a fixed split; each split
                     leaves (max, sum, weighted values) in scratch, reduce_kernel joins them.
 
-Which path, where keys are cut and in which order sums are joined depend on the row alone, never on
-the batch. Places past a row's end are never read, nor places that no query of a tile's window
-reaches.
+Which path, where keys are cut and in which order sums are joined depend on the row and on how many
+of its tokens are queries, never on other rows. The paths sum in different orders: the last bits of
+a token that is its row's only query differ from those that it has in a longer chunk
+(docs/architecture.md has what follows from that). Places past a row's end are never read, nor
+places that no query of a tile's window reaches.
 
 Under TRITON_INTERPRET=1, set before triton is first imported, the same code runs on CPU tensors.
 """
@@ -22,7 +24,7 @@ import triton
 from torch import Tensor
 
 from kernels.attention_kernels import decode_kernel, prefill_kernel, reduce_kernel
-from kernels.checks import check_attention, check_runs_triton, interpreted
+from kernels.checks import check_attention, check_max_seq_len, check_runs_triton, interpreted
 from kernels.tiles import INTERPRETER_TILES, Tiles, architecture, tiles_for
 
 MAX_SCRATCH_BYTES = 256 << 20  # of one decode launch; more rows are done in several launches
@@ -62,14 +64,15 @@ def paged_attention(
         sinks=sinks,
     )
     check_runs_triton(q.device, decode_kernel)
-    if max_query_len < 1 or max_seq_len < 0:
-        raise ValueError(f"bad greatest lengths: query {max_query_len}, row {max_seq_len}")
+    check_max_seq_len(max_seq_len, block_tables, k_cache.shape[2])
+    if max_query_len < 1:
+        raise ValueError(f"max_query_len must be at least 1, got {max_query_len}")
     out_dtype = torch.float32 if _dots_in_fp32(q) else q.dtype
     out = torch.zeros(q.shape, dtype=out_dtype, device=q.device)
     if q.shape[0] == 0 or seq_lens.shape[0] == 0 or max_seq_len == 0:
         return out.to(q.dtype)
     if tiles is None:
-        tiles = _tiles_of(q)
+        tiles = _tiles_of(q, q.shape[1] // k_cache.shape[1])
     inputs = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
     if max_query_len > 1:
         _prefill(out, *inputs, scale, window, softcap, sinks, tiles)
@@ -82,11 +85,11 @@ def _dots_in_fp32(q: Tensor) -> bool:
     return interpreted(decode_kernel) and q.dtype == torch.bfloat16
 
 
-def _tiles_of(q: Tensor) -> Tiles:
+def _tiles_of(q: Tensor, group: int) -> Tiles:
     if interpreted(decode_kernel):
         return INTERPRETER_TILES
     arch = architecture(torch.cuda.get_device_capability(q.device))
-    return tiles_for(q.shape[2], q.dtype, arch)
+    return tiles_for(q.shape[2], q.dtype, arch, group)
 
 
 def _prefill(
