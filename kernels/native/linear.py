@@ -105,7 +105,10 @@ class PackedLinear:
 
 
 class OneDnnLinear:
-    """On oneDNN's packed weights. Which sums it makes depends on the number of rows."""
+    """On oneDNN's packed weights. Which sums it makes may depend on the number of rows.
+
+    In fp32 its bits are not those of torch's plain layer, which does not use oneDNN.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         check_native(weight)
@@ -130,8 +133,9 @@ def onednn_takes_bf16() -> bool:
 def choose_linear(weight: Tensor, bias: Tensor | None, *, deterministic: bool) -> Linear:
     """The native layer; for bf16 the faster one of it and oneDNN's, measured once per shape.
 
-    fp32 is not measured: the native one was ahead at every size from 1 to 256 rows, and its sums
-    are the same on every machine. Nor is anything when rows must not depend on the batch.
+    fp32 is not measured: the native one is taken though oneDNN's can be faster at many rows. Its
+    sums are the same in every batch and on every machine, and weights that bf16 holds take half the
+    memory. Nor is anything measured when rows must not depend on the batch.
     """
     native = PackedLinear(weight, bias)
     if deterministic or weight.dtype == torch.float32 or not onednn_takes_bf16():

@@ -10,14 +10,14 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 
+import torch
+
 from tests.kernels.cases import Case, build, expected, plant, worst
 
 
 def _start() -> None:
     assert "triton" not in sys.modules, "something imported triton before the variable was set"
     os.environ["TRITON_INTERPRET"] = "1"
-    import torch
-
     torch.set_num_threads(1)
 
 
@@ -40,8 +40,6 @@ def attention_error(case: Case, fault: str | None = None) -> float:
 
 def alone_equals_batched(case: Case) -> bool:
     """True when each row's answer has the same bits in a call of its own."""
-    import torch
-
     from kernels.paged_attention import paged_attention
 
     tensors = build(case)
@@ -77,12 +75,14 @@ def launches_bounded(case: Case, scratch_bytes: int) -> float:
         paged_attention.MAX_SCRATCH_BYTES = whole
 
 
-def store_differs(num_tokens: int, head_dim: int, block_size: int, seed: int) -> bool:
+def store_differs(
+    num_tokens: int, head_dim: int, block_size: int, seed: int, dtype: torch.dtype
+) -> bool:
     """True when the Triton store leaves another cache than a loop over tokens does."""
     from kernels.kv_store import store_kv
     from tests.kernels.storing import differs
 
-    return differs(store_kv, num_tokens, head_dim, block_size, seed)
+    return differs(store_kv, num_tokens, head_dim, block_size, seed, dtype)
 
 
 def refusal(name: str) -> str:
@@ -92,3 +92,17 @@ def refusal(name: str) -> str:
     from tests.kernels.mistakes import message_of
 
     return message_of(name, paged_attention, store_kv)
+
+
+def refusal_of_length(max_seq_len: int) -> str:
+    """What is said to that greatest length over tables of 48 tokens; "" when it was taken."""
+    from kernels.paged_attention import paged_attention
+
+    case = Case(rows=((1, 9), (3, 17)))
+    tensors = build(case)
+    assert tensors.block_tables.shape[1] * case.block_size == 48
+    try:
+        tensors.call(paged_attention, case, max_seq_len=max_seq_len)
+    except ValueError as error:
+        return str(error)
+    return ""

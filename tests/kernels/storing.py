@@ -7,7 +7,14 @@ import torch
 from kernels.cache_layout import CacheLayout, layer_views
 
 
-def differs(function: Any, num_tokens: int, head_dim: int, block_size: int, seed: int) -> bool:
+def differs(
+    function: Any,
+    num_tokens: int,
+    head_dim: int,
+    block_size: int,
+    seed: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> bool:
     """True when function leaves another cache, in any layer, than storing token by token."""
     generator = torch.Generator().manual_seed(seed)
     layout = CacheLayout(
@@ -17,9 +24,9 @@ def differs(function: Any, num_tokens: int, head_dim: int, block_size: int, seed
         block_size=block_size,
         head_dim=head_dim,
     )
-    cache = torch.randn(layout.shape, generator=generator).to(torch.bfloat16)
+    cache = torch.randn(layout.shape, generator=generator).to(dtype)
     # Sliced out of a wider tensor, as projections of queries, keys and values in one leave them.
-    both = torch.randn(num_tokens, 9, head_dim, generator=generator).to(torch.bfloat16)
+    both = torch.randn(num_tokens, 9, head_dim, generator=generator).to(dtype)
     k, v = both[:, 3:6], both[:, 6:9]
     slots = torch.randperm(layout.num_blocks * block_size, generator=generator)[:num_tokens]
     slots[torch.rand(num_tokens, generator=generator) < 0.2] = -1

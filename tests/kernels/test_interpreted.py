@@ -62,16 +62,28 @@ def test_small_scratch_means_more_launches(interpreter: ProcessPoolExecutor) -> 
     assert interpreter.submit(interpreted.launches_bounded, case, 1100).result() <= 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("num_tokens", "head_dim", "block_size"), [(0, 64, 16), (1, 64, 4), (37, 80, 16), (19, 256, 5)]
 )
 def test_store(
-    interpreter: ProcessPoolExecutor, num_tokens: int, head_dim: int, block_size: int
+    interpreter: ProcessPoolExecutor,
+    num_tokens: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
 ) -> None:
-    arguments = (num_tokens, head_dim, block_size, 3)
+    arguments = (num_tokens, head_dim, block_size, 3, dtype)
     assert not interpreter.submit(interpreted.store_differs, *arguments).result()
 
 
 def test_mistakes_are_refused(interpreter: ProcessPoolExecutor) -> None:
     for name, words in (ATTENTION | STORE).items():
         assert words in interpreter.submit(interpreted.refusal, name).result(), name
+
+
+def test_rows_longer_than_their_tables_are_refused(interpreter: ProcessPoolExecutor) -> None:
+    for length, words in ((48, ""), (49, "max_seq_len must be at most 48"), (-1, "got -1")):
+        said = interpreter.submit(interpreted.refusal_of_length, length).result()
+        assert words in said, length
+        assert bool(said) == bool(words), length

@@ -166,13 +166,14 @@ def test_half_precision_is_refused() -> None:
         build(case).call(operators.paged_attention, case)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("num_tokens", "head_dim", "block_size"),
-    [(0, 64, 16), (1, 64, 4), (37, 80, 16), (19, 256, 5), (700, 64, 16)],
+    [(0, 64, 16), (1, 64, 4), (37, 80, 16), (19, 256, 5), (700, 64, 16), (9, 3, 4)],
 )
-def test_store(num_tokens: int, head_dim: int, block_size: int) -> None:
+def test_store(num_tokens: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
     torch.set_num_threads(2)
-    assert not differs(operators.store_kv, num_tokens, head_dim, block_size, 3)
+    assert not differs(operators.store_kv, num_tokens, head_dim, block_size, 3, dtype)
 
 
 @pytest.mark.parametrize("slot", [-2, 10_000])

@@ -81,11 +81,12 @@ def test_a_group_gathers_a_bounded_number_of_tokens() -> None:
     assert all(len(g.blocks) * 16 <= reference.MAX_GATHERED_TOKENS for g in plan.groups)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(
     ("num_tokens", "head_dim", "block_size"), [(0, 64, 16), (1, 64, 4), (37, 80, 16), (19, 256, 5)]
 )
-def test_store(num_tokens: int, head_dim: int, block_size: int) -> None:
-    assert not differs(reference.store_kv, num_tokens, head_dim, block_size, 3)
+def test_store(num_tokens: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    assert not differs(reference.store_kv, num_tokens, head_dim, block_size, 3, dtype)
 
 
 @pytest.mark.parametrize("name", ATTENTION | STORE)

@@ -104,7 +104,11 @@ class Blocks:
 
 
 class FakeScheduler:
-    """Runs requests to their end. `chunk` bounds a row's tokens in a step, `budget` the step's."""
+    """Runs requests to their end. `chunk` bounds a row's tokens in a step, `budget` the step's.
+
+    One request is admitted per runner and step, so that a batch grows row by row; with `admit_all`
+    as many as fit, so that all of its rows can be there before the first one ends.
+    """
 
     def __init__(
         self,
@@ -114,9 +118,11 @@ class FakeScheduler:
         budget: int = 128,
         max_rows: int = 8,
         share_prefixes: bool = False,
+        admit_all: bool = False,
     ) -> None:
         self._runners = runners
         self._chunk, self._budget, self._max_rows = chunk, budget, max_rows
+        self._admit_all = admit_all
         self._running: list[list[Request]] = [[] for _ in runners]
         self._waiting: list[Request] = []
         self._blocks = []
@@ -126,12 +132,14 @@ class FakeScheduler:
         self.steps = [0] * len(runners)
         self.num_chunks = 0  # parts of prompts that did not reach the prompt's end
         self.num_mixed_steps = 0
+        self.most_rows = 0  # of one step
+        self.most_decodes = 0  # rows of one token that samples, of one step
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_moves = 0
 
     def run(self, requests: Sequence[Request]) -> None:
-        """All of them, the first ones first; at most one is admitted per runner and step."""
+        """All of them, the first ones first."""
         self._waiting = list(requests)
         for _ in range(MOST_STEPS):
             if not self._waiting and not any(self._running):
@@ -141,7 +149,8 @@ class FakeScheduler:
         raise AssertionError(f"not done after {MOST_STEPS} rounds")
 
     def _step(self, worker: int) -> None:
-        self._admit(worker)
+        while self._admit(worker) and self._admit_all:
+            pass
         scheduled = self._schedule(worker)
         if not scheduled:
             return
@@ -159,6 +168,8 @@ class FakeScheduler:
         ]
         decodes = [row for row in rows if row.samples and len(row.token_ids) == 1]
         self.num_mixed_steps += 0 < len(decodes) < len(rows)
+        self.most_rows = max(self.most_rows, len(rows))
+        self.most_decodes = max(self.most_decodes, len(decodes))
         self.num_chunks += sum(not row.samples for row in rows)
         self.steps[worker] += 1
         self._apply(worker, scheduled, rows, self._runners[worker].run(rows))
@@ -187,20 +198,22 @@ class FakeScheduler:
                 self._waiting.insert(0, request)
                 self.num_moves += 1
 
-    def _admit(self, worker: int) -> None:
+    def _admit(self, worker: int) -> bool:
+        """Whether the next request had a row and blocks for what is known of it."""
         mine = next((r for r in self._waiting if r.worker == worker), None)
         running, blocks = self._running[worker], self._blocks[worker]
         if mine is None or len(running) == self._max_rows:
-            return
+            return False
         size = self._runners[worker].info.cache_group.block_size
         needed = -(-len(mine.known) // size)
         if running and blocks.num_takeable() < needed:
-            return
+            return False
         mine.blocks = blocks.match(mine.known)
         mine.num_computed = len(mine.blocks) * size
         self.num_cached_tokens += mine.num_computed
         self._waiting.remove(mine)
         running.append(mine)
+        return True
 
     def _schedule(self, worker: int) -> list[tuple[Request, int]]:
         scheduled: list[tuple[Request, int]] = []

@@ -34,6 +34,8 @@ pytestmark = [
             pytest.param("qwen2", "float32", marks=slow),
             pytest.param("qwen3", "bfloat16", marks=slow),
             pytest.param("mistral", "float32", marks=slow),
+            pytest.param("phi3", "bfloat16", marks=slow),
+            pytest.param("gemma", "bfloat16", marks=slow),
             pytest.param("gemma2", "float32", marks=slow),
             pytest.param("gemma3", "bfloat16", marks=slow),
         ],
@@ -118,9 +120,10 @@ def test_alone_is_lively(family: str, dtype: str, runners: Callable[..., Runners
 @pytest.mark.parametrize("max_rows", [2, 3, 7, 64])
 def test_batches(family: str, dtype: str, max_rows: int, runners: Callable[..., Runners]) -> None:
     of = runners(family, dtype)
-    scheduler = FakeScheduler([of.make()], max_rows=max_rows, budget=256)
+    scheduler = FakeScheduler([of.make()], max_rows=max_rows, budget=1024, admit_all=True)
     same_bits(outcome(scheduler), of.alone)
     assert scheduler.num_mixed_steps > 0
+    assert scheduler.most_rows == scheduler.most_decodes == max_rows
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 33])

@@ -30,18 +30,16 @@ def pair(family: str, backend: str) -> Any:
     return pytest.param(family, backend, marks=marks + ([needs_native] * (backend != "torch")))
 
 
+# Families with a lean forward: on native kernels they have another way, their own modules.
+LEAN = [family for family in families.FAMILIES if family not in families.EXPERTS]
 # Every condition, on the way that the family is served.
-SERVED = [pair(family, "native") for family in families.FAMILIES if family not in families.EXPERTS]
+SERVED = [pair(family, "native") for family in families.FAMILIES]
 SERVED += [pair(family, "torch") for family in ("llama", "mistral")]
-# The conditions that reach most, on the other ways too. Without a lean forward, both native ones
-# are the same.
+# The conditions that reach most, on the other ways too.
 EVERY = [
     *SERVED,
     *(pair(family, "torch") for family in families.FAMILIES if family not in ("llama", "mistral")),
-    *(
-        pair(family, "native" if family in families.EXPERTS else "native alone")
-        for family in families.FAMILIES
-    ),
+    *(pair(family, "native alone") for family in LEAN),
 ]
 served = pytest.mark.parametrize(("family", "backend"), SERVED)
 every = pytest.mark.parametrize(("family", "backend"), EVERY)

@@ -201,15 +201,6 @@ def test_deterministic_needs_the_lean_forward() -> None:
             models.fuse(model, backend, wanted=wanted, deterministic=True, log=LOG)
 
 
-def test_missing_kernels_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "no_native", lambda device: "no C++ compiler")
-    model = models.wrap(build("llama"), CPU)
-    with structlog.testing.capture_logs() as said:
-        models.fuse(model, "torch", wanted=True, deterministic=False, log=structlog.get_logger())
-    warnings = [entry for entry in said if entry["log_level"] == "warning"]
-    assert [entry["reason"] for entry in warnings] == ["no C++ compiler"]
-
-
 def test_what_is_packed_is_not_kept_twice() -> None:
     model = fuse(build("llama"))
     assert model.fused is not None

@@ -1,14 +1,16 @@
-"""What only native kernels give is refused where there are none: early, and by its cause."""
+"""Without native kernels a worker says so once, and early refuses what only they give."""
 
 import json
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 
 from gpu_worker import models
 from gpu_worker.attention import UnsupportedModelError
-from tests.tiny_llama import load_llama
+from kernels.native import library
+from tests.tiny_llama import load_llama, write_llama
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,13 @@ def test_it_is_refused_before_weights_are_looked_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(UnsupportedModelError, match="QUIRE_QUANTIZATION=int8: "):
         load_llama(tmp_path, quantization="int8", attention_backend="torch")
+
+
+def test_missing_kernels_are_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "reason_unavailable", lambda: "no C++ compiler")
+    with structlog.testing.capture_logs() as said:
+        load_llama(write_llama(tmp_path), attention_backend="auto")
+    warnings = [entry for entry in said if "no native kernels" in entry["event"]]
+    assert [(entry["log_level"], entry["reason"]) for entry in warnings] == [
+        ("warning", "no C++ compiler")
+    ]
