@@ -117,6 +117,18 @@ def check_attention(
     )
 
 
+def check_max_seq_len(max_seq_len: int, block_tables: Tensor, block_size: int) -> None:
+    """Of Triton's paged_attention, which does not see how long rows are: a longer row would be
+    walked past the end of its table.
+    """
+    held = block_tables.shape[1] * block_size
+    _need(
+        0 <= max_seq_len <= held,
+        f"max_seq_len must be at most {held}, what a row's block table holds, got",
+        max_seq_len,
+    )
+
+
 def check_native(x: Tensor) -> None:
     """Of every native call."""
     _need(x.device.type == "cpu", "native kernels take CPU tensors, got", x.device)

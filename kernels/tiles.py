@@ -6,7 +6,7 @@ the shared memory of their architecture without spilling much; they have not bee
 device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -86,6 +86,13 @@ TABLE: dict[tuple[int, int, int], Tiles] = {
 }
 
 
+# Query heads a KV head. The heads of a group stand side by side in a tile, of decode too. Above
+# WIDE_GROUP some of the table's rows spill, so tiles get more warps; above MAX_GROUP these do too.
+WIDE_GROUP, MAX_GROUP = 16, 64
+WIDE_WARPS = 8
+WIDE_FP32_KEYS = 16
+
+
 def architecture(capability: tuple[int, int]) -> int:
     """The table's architecture for a device's compute capability; ValueError below 8.0."""
     major, minor = capability
@@ -96,12 +103,27 @@ def architecture(capability: tuple[int, int]) -> int:
     return 80 if major == 8 else 90
 
 
-def tiles_for(head_dim: int, dtype: torch.dtype, arch: int) -> Tiles:
-    """The table's row for a head dim; `arch` as `architecture` gives it."""
+def tiles_for(head_dim: int, dtype: torch.dtype, arch: int, group: int) -> Tiles:
+    """The tiles of a model's shape: `arch` as `architecture` gives it, `group` query heads a KV
+    head. ValueError for a head dim or a group that no tiles fit.
+    """
+    if group > MAX_GROUP:
+        raise ValueError(f"no tiles for {group} query heads a KV head: at most {MAX_GROUP}")
     for bound in (64, 128, 256):
         if head_dim <= bound:
-            return TABLE[arch, dtype.itemsize, bound]
+            chosen = TABLE[arch, dtype.itemsize, bound]
+            return chosen if group <= WIDE_GROUP else _for_wide_groups(chosen, dtype)
     raise ValueError(f"no tiles for head dim {head_dim}")
+
+
+def _for_wide_groups(chosen: Tiles, dtype: torch.dtype) -> Tiles:
+    """More warps share the tile's registers; in fp32, which has the largest, keys are fewer too."""
+    wide = replace(chosen, decode_num_warps=WIDE_WARPS)
+    if dtype.itemsize < 4:
+        return wide  # their prefill tiles hold such a group as they are
+    return replace(
+        wide, num_warps=WIDE_WARPS, block_n=WIDE_FP32_KEYS, decode_block_n=WIDE_FP32_KEYS
+    )
 
 
 ELEMENTWISE_BLOCK = 1024  # elements of one program that does the same to each

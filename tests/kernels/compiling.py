@@ -1,8 +1,8 @@
 """Compiles the kernels for GPUs that need not be here; `python -m tests.kernels.compiling 90:all`.
 
-Prints one JSON line per kernel: shared memory from the compiler's metadata, registers and stack
-(spills) from the cubin. Runs in a process of its own, without TRITON_INTERPRET. ARCH is a CUDA
-architecture, or gfx942.
+Prints one JSON line per kernel: shared memory from the compiler's metadata; for a CUDA architecture
+registers, stack and accesses of local memory (spills) from the cubin, or it fails. Runs in a
+process of its own, without TRITON_INTERPRET. ARCH is a CUDA architecture, or gfx942.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,8 @@ POINTERS = {
     **dict.fromkeys(OF_TYPE, "T"),
 }
 FLOATS = ("scale", "softcap", "epsilon")
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+LOCAL_ACCESS = re.compile(r"\b(?:LDL|STL)\b")
 UNALIGNED = ("num_rows", "num_splits", "first_row", "table_stride", "window")
 
 
@@ -97,6 +99,7 @@ class Variant:
     num_warps: int
     num_stages: int = 3
     head_dim: int = 0
+    group: int = 0
     feature: str = "plain"
     wide_places: bool | None = None  # whether block offsets must be seen in 64 bits
 
@@ -133,24 +136,45 @@ def compile_kernel(variant: Variant, arch: str) -> Any:
     )
 
 
-def resources(compiled: Any) -> dict[str, int]:
-    """Registers and stack bytes a thread; {} where the tool is not in Triton's wheel."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if "cubin" not in compiled.asm or not tool.exists():
-        return {}
+def of_cubin(name: str, cubin: bytes, *options: str) -> str:
+    """What a tool of Triton's wheel says of a cubin; RuntimeError where the wheel has no such."""
+    tool = TOOLS / name
+    if not tool.exists():
+        raise RuntimeError(f"spills can't be read: {tool} is missing")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
+        command = [str(tool), *options, file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    return {"registers": int(found[1]), "stack_bytes": int(found[2])} if found else {}
+    return done.stdout
 
 
-def attention(arch: int, dtype: torch.dtype, head_dim: int, features: bool) -> Iterator[Variant]:
-    """Prefill, decode and reduce of a model shape with four query heads a KV head."""
-    chosen = tiles.tiles_for(head_dim, dtype, arch)
-    group = 4
+def resources(compiled: Any, arch: str) -> dict[str, int]:
+    """Registers and stack bytes a thread, and instructions that read or write local memory.
+
+    {} for what has no cubin. For a CUDA architecture all three are there, or it raises.
+    """
+    if target_of(arch).backend != "cuda":
+        return {}
+    cubin = compiled.asm["cubin"]
+    usage = of_cubin("cuobjdump", cubin, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    code = of_cubin("nvdisasm", cubin, "--print-code")
+    if found is None or "EXIT" not in code:
+        raise RuntimeError(f"the tools did not say what a kernel takes on {arch}")
+    return {
+        "registers": int(found[1]),
+        "stack_bytes": int(found[2]),
+        "local_accesses": len(LOCAL_ACCESS.findall(code)),
+    }
+
+
+def attention(
+    arch: int, dtype: torch.dtype, head_dim: int, features: bool, group: int = 4
+) -> Iterator[Variant]:
+    """Prefill, decode and reduce of a model shape with so many query heads a KV head."""
+    chosen = tiles.tiles_for(head_dim, dtype, arch, group)
+    block_m = max(chosen.block_m, triton.next_power_of_2(group))
     shape = {"HEAD_DIM": head_dim, "D_PAD": triton.next_power_of_2(head_dim)}
     walk = {
         **shape,
@@ -164,12 +188,13 @@ def attention(arch: int, dtype: torch.dtype, head_dim: int, features: bool) -> I
     common: dict[str, Any] = {
         "dtype": dtype,
         "head_dim": head_dim,
+        "group": group,
         "feature": "features" if features else "plain",
     }
     yield Variant(
         name="prefill",
         kernel=prefill_kernel,
-        constants={**walk, **sinks, "BLOCK_M": chosen.block_m, "BLOCK_N": chosen.block_n},
+        constants={**walk, **sinks, "BLOCK_M": block_m, "BLOCK_N": chosen.block_n},
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         wide_places=True,
@@ -189,7 +214,7 @@ def attention(arch: int, dtype: torch.dtype, head_dim: int, features: bool) -> I
         wide_places=True,
         **common,
     )
-    if head_dim == 128 and dtype == torch.bfloat16:
+    if head_dim == 128 and dtype == torch.bfloat16 and group == 4:
         yield Variant(
             name="reduce",
             kernel=reduce_kernel,
@@ -292,14 +317,32 @@ def sampling(dtype: torch.dtype) -> Iterator[Variant]:
             )
 
 
+def wide_groups(arch: int) -> Iterator[Variant]:
+    """Of models with so many query heads a KV head that the table's own tiles would spill."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for head_dim in sorted({bound for _, _, bound in tiles.TABLE}):
+            for group in (32, tiles.MAX_GROUP):
+                yield from attention(arch, dtype, head_dim, False, group)
+
+
+def spilling(arch: int) -> Iterator[Variant]:
+    """What must be found: a tile of 64 query heads left to the warps of a tile of 16."""
+    _, decode = attention(arch, torch.float32, 256, False, tiles.MAX_GROUP)
+    yield replace(decode, num_warps=tiles.tiles_for(256, torch.float32, arch, 1).decode_num_warps)
+
+
 def variants(arch: int, extent: str) -> Iterator[Variant]:
     """all: attention of every tile choice, its features where registers are scarcest.
 
-    fp16 has bf16's tiles and sizes. each: every kernel once; quick: the three that take most of a
-    step.
+    fp16 has bf16's tiles and sizes. each: every kernel once, and the widest tile of decode; quick:
+    the three that take most of a step; spilling: one that must not pass.
     """
+    if extent == "spilling":
+        yield from spilling(arch)
+        return
     if extent == "each":
         yield from attention(arch, torch.bfloat16, 128, False)
+        yield from itertools.islice(attention(arch, torch.float32, 256, False, 32), 1, None)
         yield from rows(torch.bfloat16)
         yield from sampling(torch.float32)
         return
@@ -312,6 +355,7 @@ def variants(arch: int, extent: str) -> Iterator[Variant]:
             scarce = dtype == torch.bfloat16 and head_dim > 64
             yield from attention(arch, dtype, head_dim, scarce)
     yield from itertools.islice(attention(arch, torch.float16, 128, False), 1, None)
+    yield from wide_groups(arch)
     yield from rows(torch.bfloat16)
     yield from sampling(torch.float32)
 
@@ -322,7 +366,7 @@ def has_wide_places(ttir: str) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """ARCH:EXTENT ..., an extent being quick, each or all."""
+    """ARCH:EXTENT ..., an extent being quick, each, all or spilling."""
     for arch, extent in (argument.split(":") for argument in argv):
         table = tiles.architecture((int(arch) // 10, int(arch) % 10)) if arch.isdigit() else 80
         for variant in variants(table, extent):
@@ -332,10 +376,11 @@ def main(argv: list[str]) -> None:
                 "arch": arch,
                 "dtype": TYPES[variant.dtype],
                 "head_dim": variant.head_dim,
+                "group": variant.group,
                 "feature": variant.feature,
                 "shared_bytes": compiled.metadata.shared,
                 "wide_places": variant.wide_places is None or has_wide_places(compiled.asm["ttir"]),
-                **resources(compiled),
+                **resources(compiled, arch),
             }
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()

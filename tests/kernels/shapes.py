@@ -68,7 +68,32 @@ def _mixed() -> list[Case]:
     return cases
 
 
-CASES = [*_edges(), *_heads(), *_windows(), *_splits(), *_mixed()]
+def _large() -> list[Case]:
+    """Window, cap and sinks together at large head dims, in small, middle and large blocks.
+
+    Windows begin within a block; of two cases the first has a decode past its window beside a
+    prompt, the second a chunk over a prefix longer than the window.
+    """
+    cases = []
+    for head_dim in (96, 128, 192, 256):
+        for block_size in (4, 64, 128):
+            for rows, window in ((((1, 71), (6, 6)), 67), (((5, 33), (1, 1)), 18)):
+                cases.append(
+                    Case(
+                        rows=rows,
+                        num_kv_heads=1,
+                        num_heads=3,
+                        head_dim=head_dim,
+                        block_size=block_size,
+                        window=window,
+                        softcap=5.0,
+                        sinks=True,
+                    )
+                )
+    return cases
+
+
+CASES = [*_edges(), *_heads(), *_windows(), *_splits(), *_mixed(), *_large()]
 assert len(CASES) >= 100
 
 # One of each kind, for the interpreter's quick run.

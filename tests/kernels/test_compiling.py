@@ -20,6 +20,7 @@ SHARED_LIMIT_BYTES = {
 }
 # Bytes a thread keeps in local memory: a few saved values are fine, a spilled tile is not.
 STACK_LIMIT_BYTES = 32
+LOCAL_LIMIT = 16  # instructions that save such a value or fetch it back
 ATTENTION = {"prefill", "decode", "reduce"}
 ROWS = {"kv_store", "rotary_store", "rms_norm", "gated_activation"}
 SAMPLING = {"sample", "logprobs", "change_tokens", "count", "penalize"}
@@ -47,14 +48,41 @@ def compiled(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
 def check(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         assert line["shared_bytes"] <= SHARED_LIMIT_BYTES[line["arch"]], line
-        assert line.get("stack_bytes", 0) <= STACK_LIMIT_BYTES, line
+        if not line["arch"].startswith("gfx"):  # only CUDA's tools read a binary here
+            assert line["registers"] > 0, line
+            assert line["stack_bytes"] <= STACK_LIMIT_BYTES, line
+            assert line["local_accesses"] <= LOCAL_LIMIT, line
         assert line["wide_places"], f"block offsets must be 64 bits: {line}"
 
 
-def test_attention_and_sampler_for_sm_90(tmp_path: Path) -> None:
-    lines = compiled(tmp_path, "90:quick")
-    assert {line["kernel"] for line in lines} == {"prefill", "decode", "sample"}
+@pytest.mark.timeout(300)
+def test_every_kernel_for_sm_80_and_sm_90(tmp_path: Path) -> None:
+    lines = compiled(tmp_path, "80:each", "90:each")
     check(lines)
+    for arch in ("80", "90"):
+        mine = [line for line in lines if line["arch"] == arch]
+        assert {line["kernel"] for line in mine} == ATTENTION | ROWS | SAMPLING
+        wide = [line for line in mine if line["group"] == 32]
+        assert [(line["kernel"], line["dtype"], line["head_dim"]) for line in wide] == [
+            ("decode", "fp32", 256)
+        ]
+
+
+def test_spills_are_seen(tmp_path: Path) -> None:
+    """A tile too large for its warps: on the stack, and in the disassembled instructions."""
+    (line,) = compiled(tmp_path, "80:spilling")
+    assert line["stack_bytes"] > STACK_LIMIT_BYTES
+    assert line["local_accesses"] > LOCAL_LIMIT
+    with pytest.raises(AssertionError, match=r"assert \d+ <= 32"):
+        check([line])
+
+
+def test_a_missing_tool_is_no_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tests.kernels import compiling
+
+    monkeypatch.setattr(compiling, "TOOLS", tmp_path)
+    with pytest.raises(RuntimeError, match=r"spills can't be read: .*nvdisasm is missing"):
+        compiling.of_cubin("nvdisasm", b"", "--print-code")
 
 
 @pytest.mark.soak

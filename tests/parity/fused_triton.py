@@ -1,9 +1,13 @@
-"""A step of the lean forward on Triton's kernels beside the modules; runs in the interpreter."""
+"""Steps of the lean forward on Triton's kernels beside the modules; runs in the interpreter."""
 
+from dataclasses import replace
 from typing import Any
 
 BLOCK_SIZE = 8
-LENS = (2, 1, 9)  # of the step's rows; the interpreter takes its time
+# Tokens of each row in two steps; the interpreter takes its time. The first step starts rows, the
+# second decodes two and continues one, all past the window of the families that have one.
+FIRST, SECOND = (2, 1, 9), (1, 1, 5)
+PREFIXES = (30, 26, 27)  # of the second step; torch computes what is missing of them
 
 
 class QuietLog:
@@ -38,7 +42,7 @@ def build(family: str, dtype: Any) -> Any:
 def compare(family: str, dtype_name: str, fault: str = "") -> dict[str, float]:
     """Differences of logits (over their spread), keys and values, and what was called.
 
-    `fault` names a kernel that is planted to forget its last argument.
+    `fault` names what an operator is planted to forget.
     """
     import torch
 
@@ -57,26 +61,26 @@ def compare(family: str, dtype_name: str, fault: str = "") -> dict[str, float]:
         head_dim=shape.head_dim,
     )
     tables = torch.arange(15, dtype=torch.int32).view(3, 5).flip(0).contiguous()
-    positions = torch.cat([torch.arange(length) for length in LENS])
-    owners = torch.repeat_interleave(torch.arange(3), torch.tensor(LENS))
-    slots = tables[owners, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-    token_ids = (torch.arange(sum(LENS)) * 7919 + 11) % plain.vocab_size
+
+    @torch.inference_mode()
+    def forward(
+        model: Any, cache: Any, backend: str, starts: tuple[int, ...], lens: tuple[int, ...]
+    ) -> torch.Tensor:
+        step = step_of(tables, starts, lens)
+        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lens, strict=True)])
+        token_ids = (torch.arange(sum(lens)) * 7919 + 11 + sum(starts)) % model.vocab_size
+        context = attention.PagedContext(cache, attention.make_backend(backend, cpu))
+        wanted = torch.arange(sum(lens))
+        logits: torch.Tensor = models.forward(model, context, step, token_ids, positions, wanted)
+        return logits.float()
 
     def run(model: Any, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
         cache = torch.zeros(layout.shape, dtype=dtype)
-        context = attention.PagedContext(cache, attention.make_backend(backend, cpu))
-        step = attention.StepTables(
-            slot_mapping=slots,
-            block_tables=tables,
-            seq_lens=torch.tensor(LENS, dtype=torch.int32),
-            query_start_loc=torch.tensor([0, *LENS]).cumsum(0).to(torch.int32),
-            max_query_len=max(LENS),
-            max_seq_len=max(LENS),
-        )
-        wanted = torch.tensor([1, 2, 7, 11])
-        with torch.inference_mode():
-            logits = models.forward(model, context, step, token_ids, positions, wanted)
-        return logits.float(), cache.float()
+        missing = tuple(p - n for p, n in zip(PREFIXES, FIRST, strict=True))
+        first = forward(model, cache, backend, (0, 0, 0), FIRST)
+        forward(plain, cache, "torch", FIRST, missing)
+        second = forward(model, cache, backend, PREFIXES, SECOND)
+        return torch.cat([first, second]), cache.float()
 
     want, want_cache = run(plain, "torch")
     fused = models.fuse(plain, "triton", wanted=True, deterministic=False, log=QuietLog())
@@ -94,12 +98,38 @@ def compare(family: str, dtype_name: str, fault: str = "") -> dict[str, float]:
     }
 
 
+def step_of(tables: Any, starts: tuple[int, ...], lens: tuple[int, ...]) -> Any:
+    """Tables of a step whose row r computes lens[r] tokens from position starts[r] on."""
+    import torch
+
+    from gpu_worker import attention
+
+    slots = [
+        int(tables[row, at // BLOCK_SIZE]) * BLOCK_SIZE + at % BLOCK_SIZE
+        for row, (start, length) in enumerate(zip(starts, lens, strict=True))
+        for at in range(start, start + length)
+    ]
+    ends = [start + length for start, length in zip(starts, lens, strict=True)]
+    return attention.StepTables(
+        slot_mapping=torch.tensor(slots),
+        block_tables=tables,
+        seq_lens=torch.tensor(ends, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, *lens]).cumsum(0).to(torch.int32),
+        max_query_len=max(lens),
+        max_seq_len=max(ends),
+    )
+
+
 def plant(fused: Any, fault: str) -> None:
     """Makes one operator of the first layer forget something."""
     layer = fused._layers[0]
     if fault == "residual":
         norm = layer.before_mlp
         object.__setattr__(layer, "before_mlp", lambda x, delta=None: norm(x, None))
+        return
+    if fault == "window":
+        assert layer.call.window
+        object.__setattr__(layer, "call", replace(layer.call, window=0))
         return
     assert fault == "activation"
     object.__setattr__(layer, "activation", lambda both: both[:, : both.shape[1] // 2])

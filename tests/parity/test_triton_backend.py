@@ -15,6 +15,15 @@ from tests.parity.fake_scheduler import FakeScheduler, Request
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+FAMILIES = ("mistral", "gemma2", "gpt_oss", "mixtral", "qwen3_moe", "gemma3", "phi3")
+# The last prompt is longer than the window of those that have one, and so are its last chunk's
+# prefix and the decodes that follow.
+LENGTHS = (1, 5, families.WINDOW + 12)
+NUM_OUTPUT = 2
+CHUNK, BUDGET = 14, 16
+assert (LENGTHS[-1] - 1) // CHUNK * CHUNK > families.WINDOW
+
+
 def serve(folder: Path, backend: str) -> tuple[list[Request], Any, int, int]:
     """A mixed batch; returns requests, recorded logits, mixed steps and calls of Triton."""
     from gpu_worker.attention import TritonBackend
@@ -30,8 +39,8 @@ def serve(folder: Path, backend: str) -> tuple[list[Request], Any, int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonBackend, "attend", counting)
-        # Steps of 16 tokens at most: the interpreter takes its time, also for the warm-up.
-        runner = runner_of(folder, attention_backend=backend, max_num_batched_tokens=16)
+        # Few tokens a step: the interpreter takes its time, also for the warm-up.
+        runner = runner_of(folder, attention_backend=backend, max_num_batched_tokens=BUDGET)
         calls = 0
         generator = torch.Generator().manual_seed(3)
         requests = [
@@ -40,17 +49,14 @@ def serve(folder: Path, backend: str) -> tuple[list[Request], Any, int, int]:
                 tuple(
                     torch.randint(0, families.VOCABULARY, (length,), generator=generator).tolist()
                 ),
-                4,
+                NUM_OUTPUT,
             )
-            for number, length in enumerate((1, 5, 36))
+            for number, length in enumerate(LENGTHS)
         ]
-        scheduler = FakeScheduler([runner], chunk=14, budget=16)
+        scheduler = FakeScheduler([runner], chunk=CHUNK, budget=BUDGET)
         with recorded_logits() as recording:
             scheduler.run(requests)
     return requests, recording, scheduler.num_mixed_steps, calls
-
-
-FAMILIES = ("mistral", "gemma2", "gpt_oss")  # windows, a soft cap, sinks
 
 
 @pytest.fixture(scope="module")
