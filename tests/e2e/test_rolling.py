@@ -34,7 +34,7 @@ from tests.e2e.test_failures import busiest, undisturbed, work_for
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 LEASE_S, DRAIN_S = 5, 60
-WORKER_EXIT_S = 30
+WORKER_EXIT_S = 10
 
 
 @pytest.fixture(scope="module")

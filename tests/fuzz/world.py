@@ -176,9 +176,8 @@ class World:
             f"longest stall {stall_ms:.0f} ms, {over}, "
             f"latest tick {max((line['late_ms'] for line in lines), default=0):.0f} ms"
         )
-        # Generous: what its host takes from a virtual machine counts as computed. The figure to
-        # look at is printed.
-        assert stall_ms < 3000, lines
+        # Generous: the machine may be busy with other things. The figure to look at is printed.
+        assert stall_ms < 1000, lines
 
 
 def write_keys(path: Path) -> Path:

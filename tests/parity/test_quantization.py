@@ -173,7 +173,7 @@ def bits_are_their_own(runner: Any, requests: int) -> None:
     recordings, outputs = [], []
     for options in (
         {"max_rows": 1},
-        {"max_rows": 64, "budget": 256},
+        {"max_rows": 64, "budget": 256, "admit_all": True},
         {"max_rows": 7, "chunk": 5, "budget": 96},
         {"max_rows": 16, "share_prefixes": True},
     ):
@@ -184,6 +184,7 @@ def bits_are_their_own(runner: Any, requests: int) -> None:
         recordings.append(recording)
         outputs.append([request.output for request in batch])
         assert options == {"max_rows": 1} or scheduler.num_mixed_steps > 0
+        assert "admit_all" not in options or scheduler.most_rows == requests
     assert len(recordings[0]) == requests * 8
     for recording, output in zip(recordings[1:], outputs[1:], strict=True):
         differing = [k for k in recording if not torch.equal(recording[k], recordings[0][k])]

@@ -125,8 +125,7 @@ async def test_the_libraries_alone_give_every_stream_a_token_a_step(
     of = bench.Load(name="paced", num_streams=3, step_ms=10.0)
     found = await asyncio.to_thread(bench.bare, of, 4.0)
     assert found.num_streams == 3
-    # A relay that was held up in the warm-up gives what it kept in the window.
-    assert 0 < found.tokens_per_s <= 2 * 3 * 100
+    assert 0 < found.tokens_per_s <= 3 * 100 + 10
     assert found.added_p50_ms > 0
 
 

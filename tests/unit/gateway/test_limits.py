@@ -5,7 +5,6 @@ import contextlib
 import gzip
 import json
 import socket
-import statistics
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -261,15 +260,14 @@ async def test_a_thousand_clients_that_do_not_read_leave_a_canary_alone(bench: B
         for _ in range(1000):
             _, writer = await stack.enter_async_context(connected(port))
             writer.write(head + body)
-        waits_s = []
+        slowest = 0.0
         for _ in range(10):
             async with connected(port) as (reader, writer):
                 began = time.monotonic()
                 writer.write(head + body)
                 assert b"200 OK" in await reader.readline()
-                waits_s.append(time.monotonic() - began)
-    # The machine may stand still meanwhile, but not each time.
-    assert statistics.median(waits_s) < 2.0
+                slowest = max(slowest, time.monotonic() - began)
+    assert slowest < 2.0
     assert bench.engine.num_live == 0
 
 
